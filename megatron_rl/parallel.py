@@ -93,7 +93,7 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-_groups_by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_groups_by_ranks: dict[tuple, dist.ProcessGroup] = {}
 _timeout = timedelta(minutes=30)
 
 
@@ -113,20 +113,33 @@ def forget_groups() -> None:
     parallel_state.destroy_global_memory_buffer()
 
 
-def group_of(all_groups: list[list[int]]) -> dist.ProcessGroup | None:
+def group_of(
+    all_groups: list[list[int]], *, backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup | None:
     """Creates (or finds) every listed group; all ranks must call with the same list.
+
+    Args:
+        backend, timeout: default to those of the run.
 
     Returns:
         The group that this rank is in, or None.
     """
     mine = None
     for ranks in all_groups:
-        key = tuple(ranks)
+        key = (backend, timeout, *ranks)
         if key not in _groups_by_ranks:
-            _groups_by_ranks[key] = dist.new_group(list(ranks), timeout=_timeout)
+            _groups_by_ranks[key] = dist.new_group(
+                list(ranks), backend=backend, timeout=timeout or _timeout
+            )
         if dist.get_rank() in ranks:
             mine = _groups_by_ranks[key]
     return mine
+
+
+def _control_group(all_groups: list[list[int]]) -> dist.ProcessGroup:
+    """A gloo group for CPU tensors with a timeout of days: a rank that waits for another one's
+    slow reward function must not time out."""
+    return group_of(all_groups, backend="gloo", timeout=timedelta(days=7))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,9 +168,23 @@ class ParallelGroups:
         self.embedding = group_of(layout.embedding_ranks()) or self.single_rank_group()
         self.single = self.single_rank_group()
         self.world = group_of([list(range(layout.world_size))])
+        for create in (self.control, self.pipeline_control, self.data_control):
+            create()
         for name, size in (("tp", layout.tp), ("dp", layout.dp), ("pp", layout.pp)):
             found = getattr(self, name).size()
             assert found == size, f"the {name} group has {found} ranks, expected {size}"
+
+    def control(self) -> dist.ProcessGroup:
+        """The ranks of this replica, for small host data (see `_control_group`)."""
+        return _control_group(self.layout.group_ranks({"tp", "pp"}))
+
+    def pipeline_control(self) -> dist.ProcessGroup:
+        """The pipeline, for small host data."""
+        return _control_group(self.layout.group_ranks({"pp"}))
+
+    def data_control(self) -> dist.ProcessGroup:
+        """The data parallel ranks, for small host data."""
+        return _control_group(self.layout.group_ranks({"dp"}))
 
     def single_rank_group(self) -> dist.ProcessGroup:
         """The group of this rank alone (stands in for axes of size one)."""

@@ -37,7 +37,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_tiny_model(name: str, folder: Path, *, seed: int = 0, scale: float = 4.0) -> Path:
+def write_tiny_model(name: str, folder: Path, *, seed: int = 0, scale: float = 10.0) -> Path:
     """Writes config, weights and a byte-level tokenizer of the tiny model `name` to `folder`."""
     import torch
     import transformers
@@ -56,7 +56,7 @@ def write_tiny_model(name: str, folder: Path, *, seed: int = 0, scale: float = 4
             elif parameter_name.endswith("bias"):
                 parameter.normal_(std=0.1)
             else:
-                parameter.mul_(scale)
+                parameter.mul_(1.2 * scale if "embed" in parameter_name else scale)
     model.save_pretrained(folder)
     write_byte_tokenizer(folder)
     return folder

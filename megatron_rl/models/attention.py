@@ -234,7 +234,7 @@ class CoreAttention(MegatronModule):
 
     def __init__(self, config, layer_number: int, softmax_scale: float | None = None, **_) -> None:
         super().__init__(config=config)
-        self.cache_layer = layer_number - 1
+        self.cache_layer = 0  # this rank's layers are counted when all chunks are built
         self.scale = softmax_scale or config.kv_channels**-0.5
         inv_freq = inverse_frequencies(config.kv_channels, config.rope)
         self.register_buffer("inv_freq", inv_freq.to(torch.cuda.current_device()), persistent=False)

@@ -38,8 +38,6 @@ class RLModel(GPTModel):
         self.head = head
         if head == "value" and self.post_process:
             self.output_layer = ValueHead(self.config.hidden_size)
-        for index, core in enumerate(m for m in self.modules() if isinstance(m, CoreAttention)):
-            core.cache_layer = index
 
     def _postprocess(
         self, hidden_states: Tensor, *args, packed_seq_params: AttentionBatch, **kwargs
@@ -192,5 +190,8 @@ def build_model(
         chunk.requires_grad_(trainable)
         chunk.train(trainable)
         chunks.append(chunk)
+    cores = [m for chunk in chunks for m in chunk.modules() if isinstance(m, CoreAttention)]
+    for index, core in enumerate(cores):
+        core.cache_layer = index
     return ParallelModel(role=role, arch=arch, groups=groups, config=config, chunks=chunks)
 

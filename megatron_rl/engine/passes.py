@@ -1,0 +1,119 @@
+"""Forward passes over a rollout: log-probs, entropies and values, response-aligned.
+
+Results exist on the last pipeline stage, are scattered back to `[B, R]` and shared with the other
+stages, so that every rank of a replica continues with the same numbers.
+
+Shapes: B samples, R longest response, N head rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.algorithms.logprobs import vocab_parallel_logprobs
+from megatron_rl.algorithms.truncation import truncation_threshold_T
+from megatron_rl.config import Config
+from megatron_rl.engine.microbatch import MicroBatch, pack, partition
+from megatron_rl.engine.schedule import forward_only
+from megatron_rl.models.gpt import ParallelModel
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout.batch import RolloutBatch
+
+
+def token_logprobs(
+    logits_NV: Tensor, labels_N: Tensor, model: ParallelModel, config: Config, *,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """fp32 log-probs of `labels_N` under the distribution that generation samples from.
+
+    The one function between logits and log-probs in training: the temperature and the top-k/top-p
+    mask are those of the rollout.
+    """
+    rollout, shard = config.rollout, dict(
+        group=model.groups.tp, vocab_start=model.vocab_start, vocab_size=model.arch.vocab,
+        padded_vocab_size=model.padded_vocab,
+    )  # fmt: skip
+    temperature, threshold_N = rollout.temperature or 1.0, None
+    if rollout.top_k or rollout.top_p < 1.0:
+        threshold_N = truncation_threshold_T(
+            logits_NV.detach(), rollout.top_k, rollout.top_p, shard["group"],
+            vocab_start=shard["vocab_start"], vocab_size=shard["vocab_size"],
+            padded_vocab_size=shard["padded_vocab_size"], temperature=temperature,
+        )  # fmt: skip
+    out = vocab_parallel_logprobs(
+        logits_NV, labels_N, temperature=temperature, with_entropy=with_entropy,
+        min_logit_T=threshold_N, **shard,
+    )  # fmt: skip
+    return out if with_entropy else (out, None)
+
+
+def make_microbatches(
+    batch: RolloutBatch, model: ParallelModel, config: Config, *, rows: str,
+    samples: Sequence[int] | None = None, fields: dict[str, Tensor] | None = None,
+) -> list[MicroBatch]:  # fmt: skip
+    """Cuts (part of) a rollout into micro-batches by the configured size or token budget."""
+    samples = range(len(batch)) if samples is None else samples
+    training = config.training
+    parts = partition(
+        [len(batch.sequences[i]) for i in samples], micro_batch_size=training.micro_batch_size,
+        max_tokens=training.max_tokens_per_micro_batch,
+    )  # fmt: skip
+    chosen = [[samples[k] for k in part] for part in parts]
+    return [
+        pack(
+            [batch.sequences[i] for i in part], [batch.prompt_lengths[i] for i in part],
+            model=model, rows=rows, samples=part, fields=fields,
+        )
+        for part in chosen
+    ]  # fmt: skip
+
+
+def logprob_pass(batch: RolloutBatch, model: ParallelModel, config: Config) -> Tensor:
+    """Log-prob of every response token, fp32 `[B, R]`, 0 on padding."""
+
+    def head(logits: Tensor, micro: MicroBatch) -> tuple[MicroBatch, Tensor]:
+        return micro, token_logprobs(logits, micro.labels_N, model, config)[0]
+
+    return _response_pass(batch, model, config, "response", head, batch.mask_BR.shape[1])
+
+
+def value_pass(
+    batch: RolloutBatch, model: ParallelModel, config: Config
+) -> tuple[Tensor, Tensor]:
+    """The critic's values.
+
+    Returns:
+        fp32 `[B, R]`, the value of the state before each response token (0 on padding), and `[B]`,
+        that of the state after the last one.
+    """
+    width = batch.mask_BR.shape[1]
+
+    def head(values: Tensor, micro: MicroBatch) -> tuple[MicroBatch, Tensor]:
+        return micro, values
+
+    values = _response_pass(batch, model, config, "values", head, width + 1)
+    after_B = values.gather(1, batch.length_B[:, None]).squeeze(1)
+    return values[:, :width] * batch.mask_BR, after_B
+
+
+def _response_pass(
+    batch: RolloutBatch, model: ParallelModel, config: Config, rows: str, head: Callable,
+    width: int,
+) -> Tensor:  # fmt: skip
+    micro_batches = make_microbatches(batch, model, config, rows=rows)
+    out_BR = torch.zeros(len(batch), width)
+    for micro, result_N in forward_only(model, micro_batches, head):
+        if not micro.inert:
+            out_BR[micro.sample_N.cpu(), micro.step_N.cpu()] = result_N.float().cpu()
+    return share_from_last_stage(out_BR, model.groups)
+
+
+def share_from_last_stage(x: Tensor, groups: ParallelGroups) -> Tensor:
+    """Broadcasts a CPU tensor of equal shape from the last pipeline stage to the others."""
+    if groups.layout.pp > 1:
+        dist.broadcast(x, groups.stage_rank(groups.layout.pp - 1), group=groups.pipeline_control())
+    return x

@@ -1,0 +1,115 @@
+"""What is generated: sampling parameters, a request's state, and the finished response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_rl.generation.blocks import BlockTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy, with log-probs of the untempered softmax.
+        top_k, top_p: 0 and 1.0 keep every token.
+        max_new_tokens, max_length: response and prompt + response limits; the smaller wins.
+        min_new_tokens: end tokens are not sampled before this many tokens.
+        stop_token_ids: ids that end the response (the id itself is part of it).
+        ignore_eos: end only at the length limit.
+        seed: noise of the draw, together with the request id and the position.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    max_length: int | None = None
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = {
+            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 keeps all)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "min_new_tokens": (
+                0 <= self.min_new_tokens <= self.max_new_tokens, "0 … max_new_tokens"
+            ),
+        }  # fmt: skip
+        for name, (good, rule) in rules.items():
+            if not good:
+                raise ValueError(f"sampling: {name} is {getattr(self, name)}: it must be {rule}")
+
+
+@dataclass(kw_only=True, slots=True)
+class Sequence:
+    """One request while it is generated.
+
+    Attributes:
+        request: number that keys the sampling noise; unique within a batch over all replicas.
+        tokens: prompt and what was generated so far.
+        computed: tokens whose keys and values are in the cache.
+        table: blocks of the cache, in order.
+    """
+
+    request: int
+    prompt_length: int
+    tokens: list[int]
+    sampling: SamplingParams
+    limit: int
+    computed: int = 0
+    table: BlockTable = field(default_factory=BlockTable)
+    logprobs: list[float] = field(default_factory=list)
+    full_logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def pending(self) -> int:
+        """Tokens that the next forward pass has to compute."""
+        return len(self.tokens) - self.computed
+
+    def append(self, token: int, logprob: float, full_logprob: float) -> None:
+        """Takes a sampled token and decides whether the response ends with it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.full_logprobs.append(full_logprob)
+        stops = not self.sampling.ignore_eos and token in self.sampling.stop_token_ids
+        if stops and self.generated >= self.sampling.min_new_tokens:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish_reason = "length"
+
+    def response(self) -> Response:
+        return Response(
+            request=self.request, prompt_ids=self.tokens[: self.prompt_length],
+            token_ids=self.tokens[self.prompt_length :], logprobs=self.logprobs,
+            full_logprobs=self.full_logprobs, finish_reason=self.finish_reason,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Response:
+    """A finished request.
+
+    Attributes:
+        logprobs: fp32 log-prob of each token under the distribution it was drawn from
+            (temperature, top-k and top-p applied).
+        full_logprobs: the same under the whole tempered softmax.
+        finish_reason: "stop" (an end token) or "length" (cut).
+    """
+
+    request: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    full_logprobs: list[float]
+    finish_reason: str

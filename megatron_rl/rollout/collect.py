@@ -1,0 +1,71 @@
+"""Generates a replica's share of a batch of prompts."""
+
+from __future__ import annotations
+
+from megatron_rl.config import Config
+from megatron_rl.generation.engine import Engine, EngineSettings
+from megatron_rl.generation.sequence import SamplingParams
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout.batch import RolloutBatch, make_batch
+from megatron_rl.rollout.prompts import Prompt
+from megatron_rl.rollout.tokenizer import TextTokenizer
+
+
+def engine_settings(config: Config) -> EngineSettings:
+    """The engine's limits from `rollout`."""
+    rollout = config.rollout
+    gigabytes = rollout.kv_cache_gb
+    return EngineSettings(
+        block_size=rollout.block_size, kv_memory_fraction=rollout.kv_memory_fraction,
+        kv_cache_bytes=None if gigabytes is None else int(gigabytes * 1e9),
+        max_batch_tokens=rollout.max_batch_tokens, max_running=rollout.max_running,
+        share_prefixes=rollout.prefix_sharing,
+    )  # fmt: skip
+
+
+def sampling_params(
+    config: Config, tokenizer: TextTokenizer, *, temperature: float, seed: int
+) -> SamplingParams:
+    """Sampling from `rollout`; stop texts that are one token become end tokens."""
+    rollout = config.rollout
+    stop_ids = {*tokenizer.end_ids, *rollout.stop_token_ids}
+    for text in rollout.stop:
+        ids = tokenizer.encode(text)
+        if len(ids) == 1:
+            stop_ids.add(ids[0])
+    return SamplingParams(
+        temperature=temperature, top_k=rollout.top_k, top_p=rollout.top_p,
+        max_new_tokens=rollout.max_new_tokens, max_length=rollout.max_length,
+        min_new_tokens=rollout.min_new_tokens, stop_token_ids=tuple(sorted(stop_ids)), seed=seed,
+    )  # fmt: skip
+
+
+def replica_share(count: int, groups: ParallelGroups) -> range:
+    """Indices of a batch of `count` prompts that this replica works on."""
+    dp, rank = groups.layout.dp, groups.dp_rank
+    return range(count * rank // dp, count * (rank + 1) // dp)
+
+
+def collect(
+    engine: Engine, tokenizer: TextTokenizer, prompts: list[Prompt], *, n: int,
+    sampling: SamplingParams, first_request: int,
+) -> RolloutBatch | None:  # fmt: skip
+    """Generates `n` samples for each of this replica's prompts.
+
+    Args:
+        prompts: of the whole batch, the same on every rank.
+        first_request: number of the batch's first sample in the run. It keys the noise, so that
+            samples depend neither on the layout nor on where they are generated.
+
+    Returns:
+        The replica's samples, or None where it has no prompt.
+    """
+    mine = [(i, s) for i in replica_share(len(prompts), engine.model.groups) for s in range(n)]
+    if not mine:
+        return None
+    responses = engine.generate(
+        [prompts[i].token_ids for i, _ in mine], sampling,
+        requests=[first_request + i * n + s for i, s in mine],
+    )  # fmt: skip
+    texts = [tokenizer.decode(r.token_ids) for r in responses]
+    return make_batch([prompts[i] for i, _ in mine], responses, texts, [i for i, _ in mine])

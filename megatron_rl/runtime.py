@@ -1,0 +1,190 @@
+"""Where a run lives: device, process group, seeds, logs, stop signals, orderly shutdown."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl import cuda_on_cpu
+from megatron_rl.config import Config, ConfigError
+
+EXIT_DONE, EXIT_BAD_INPUT, EXIT_REQUEUE, EXIT_CRASH = 0, 2, 75, 1
+
+log = logging.getLogger("megatron_rl")
+
+
+class StoppedBySignal(Exception):
+    """Raised at a safe point after SIGTERM or SIGUSR1; a checkpoint is saved on the way out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """This process's place among the ranks, from torchrun's or Slurm's variables."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def read(cls) -> Environment:
+        """torchrun's variables first, then Slurm's, else one rank."""
+        env = os.environ
+        if "RANK" in env:
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        elif "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+        else:
+            return cls(rank=0, world_size=1, local_rank=0)
+        try:
+            rank, world, local = (int(env[name]) for name in names)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"the environment names a rank but not all of {', '.join(names)} are whole numbers "
+                f"({error}); start with torchrun, srun, or none of these variables"
+            ) from error
+        return cls(rank=rank, world_size=world, local_rank=local)
+
+
+class Runtime:
+    """The process group and what has to be undone at the end."""
+
+    def __init__(self, config: Config, env: Environment) -> None:
+        self.config, self.env = config, env
+        self.device = _choose_device(config, env)
+        self._stop_signal: int | None = None
+        self._owns_group = False
+
+    def start(self) -> None:
+        """Joins the process group, seeds everything, opens this rank's log."""
+        cuda_on_cpu.enable()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.config.training.deterministic:
+            torch.use_deterministic_algorithms(True)
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        self._open_log()
+        if not dist.is_initialized():
+            self._join()
+            self._owns_group = True
+        from megatron_rl.parallel import set_group_timeout
+
+        set_group_timeout(self.config.runtime.collective_timeout)
+        random.seed(self.config.seed)
+        torch.manual_seed(self.config.seed)
+
+    def _join(self) -> None:
+        env = self.env
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        kwargs = {"timeout": timedelta(seconds=self.config.runtime.init_timeout)}
+        if env.world_size == 1 and "MASTER_PORT" not in os.environ:
+            kwargs |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        else:
+            os.environ.setdefault("MASTER_PORT", _slurm_port())
+            kwargs |= {"init_method": "env://", "rank": env.rank, "world_size": env.world_size}
+        dist.init_process_group(backend, **kwargs)
+
+    def _open_log(self) -> None:
+        folder = Path(self.config.run_dir) / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(folder / f"rank_{self.env.rank:05d}.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        log.addHandler(handler)
+        if self.env.rank == 0:
+            console = logging.StreamHandler(sys.stderr)
+            console.setLevel(logging.WARNING)
+            console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+            log.addHandler(console)
+
+    def catch_signals(self) -> None:
+        """From now on SIGTERM and SIGUSR1 ask for a stop at the next safe point."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._stop_signal = number
+
+    def stop_requested(self) -> bool:
+        """True on all ranks as soon as one of them was signalled; a collective."""
+        flag = torch.tensor([float(self._stop_signal or 0)], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def close(self) -> None:
+        """Leaves the process group; safe to call twice."""
+        if self._owns_group and dist.is_initialized():
+            from megatron_rl.parallel import forget_groups
+
+            forget_groups()
+            dist.destroy_process_group()
+            self._owns_group = False
+        for handler in list(log.handlers):
+            handler.close()
+            log.removeHandler(handler)
+
+
+def _choose_device(config: Config, env: Environment) -> torch.device:
+    """The GPU of this rank, or the CPU.
+
+    Raises:
+        ConfigError: if GPUs are asked for and there are too few.
+    """
+    wanted = config.runtime.device
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", env.world_size))
+    count = 0 if wanted == "cpu" else (torch.cuda.device_count() if _has_gpu() else 0)
+    if wanted == "cuda" and count < min(local_ranks, env.local_rank + 1):
+        raise ConfigError(
+            f"runtime.device is 'cuda', but this machine has {count} GPUs for {local_ranks} ranks; "
+            "start fewer ranks or set runtime.device=cpu",
+            setting="runtime.device",
+        )
+    if count >= local_ranks:
+        return torch.device("cuda", env.local_rank)
+    return torch.device("cpu")
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def _slurm_port() -> str:
+    """A rendezvous port that jobs on one node don't share: derived from the job id."""
+    return str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000)
+
+
+def run_guarded(main: Callable[[], int], env: Environment) -> int:
+    """Runs `main` and turns how it ends into an exit code.
+
+    Bad input is one line on rank 0 and code 2. Any other exception is this rank's traceback and an
+    immediate exit: the launcher then ends the other ranks, which may be inside a collective.
+    """
+    try:
+        return main()
+    except ConfigError as error:
+        if env.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2.0)  # the launcher ends all ranks with the first: let rank 0 speak
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return 130
+    except BaseException:  # noqa: BLE001 - the traceback must be shown whatever it is
+        text = f"rank {env.rank} failed:\n{traceback.format_exc()}"
+        log.error(text)
+        print(text, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(EXIT_CRASH)
