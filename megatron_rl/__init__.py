@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-__version__ = "0.1.0"
+from megatron_rl.versions import VERSION
+
+__version__ = VERSION
 
 # Loaded on first use: importing torch and Megatron takes seconds that `--help` should not cost.
 _PUBLIC = {

@@ -91,15 +91,17 @@ class _Event:
 
 def _tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`Tensor.type()` names the CUDA type: Megatron's distributed optimizer compares with it."""
-    name = _original_type(self) if dtype is None else None
-    if name is not None:
-        return name.replace("torch.", "torch.cuda.", 1)
+    if dtype is None:
+        return f"torch.cuda.{_TYPE_NAMES.get(self.dtype, self.dtype)}"
     if isinstance(dtype, str):
         dtype = dtype.replace("torch.cuda.", "torch.")
     return _original_type(self, dtype, *args, **kwargs)
 
 
 _original_type = torch.Tensor.type
+_TYPE_NAMES = {
+    torch.float32: "FloatTensor", torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor",
+}  # fmt: skip
 
 
 def enable() -> bool:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_rl import cuda_on_cpu
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.versions import UnsupportedVersionError
 
 EXIT_DONE, EXIT_BAD_INPUT, EXIT_REQUEUE, EXIT_CRASH = 0, 2, 75, 1
 
@@ -174,7 +175,7 @@ def run_guarded(main: Callable[[], int], env: Environment) -> int:
     """
     try:
         return main()
-    except ConfigError as error:
+    except (ConfigError, UnsupportedVersionError) as error:
         if env.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:

@@ -124,7 +124,10 @@ class Trainable:
         return {"schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.schedule.load_state_dict(state["schedule"])
+        # Rates and lengths are the configuration's, which may have been changed or extended; only
+        # the position is restored (Megatron's own method adds it to where the schedule stands).
+        self.schedule.num_steps = 0
+        self.schedule.step(int(state["schedule"]["num_steps"]))
 
 
 def _megatron_settings(

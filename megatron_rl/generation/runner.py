@@ -100,8 +100,8 @@ class Runner:
         starts = torch.tensor([0, *step.new_tokens]).cumsum(0).to(torch.int32)
         batch = AttentionBatch(
             positions_T=torch.tensor(positions, device=device), lengths=list(step.new_tokens),
-            cu_seqlens_B1=starts.to(device), rows_N=torch.tensor(rows, dtype=torch.int64, device=device),
-            cache=cache,
+            cu_seqlens_B1=starts.to(device), cache=cache,
+            rows_N=torch.tensor(rows, dtype=torch.int64, device=device),
         )  # fmt: skip
         return torch.tensor(tokens, device=device), batch
 
@@ -109,13 +109,14 @@ class Runner:
         """Drives the (virtual) stages in order; logits on the last stage, None elsewhere."""
         groups, config = self.model.groups, self.model.config
         layout, output = groups.layout, None
-        for index, chunk in enumerate(self.model.chunks):
+        for chunk in self.model.chunks:
             if not chunk.pre_process:
                 hidden = torch.empty(
                     (len(tokens_T), 1, config.hidden_size), dtype=config.params_dtype,
                     device=tokens_T.device,
                 )  # fmt: skip
-                dist.recv(hidden, groups.stage_rank((groups.pp_rank - 1) % layout.pp), groups.pp)
+                previous = groups.stage_rank((groups.pp_rank - 1) % layout.pp)
+                dist.recv(hidden, previous, groups.pp)
                 chunk.set_input_tensor(hidden)
             output = chunk(
                 input_ids=tokens_T[None], position_ids=None, attention_mask=None,

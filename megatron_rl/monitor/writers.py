@@ -20,7 +20,8 @@ class Writers:
     def __init__(self, config: Config, *, total_steps: int, first_step: int) -> None:
         self.folder = Path(config.run_dir)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.tensorboard = _tensorboard(self.folder, first_step) if config.monitor.tensorboard else None
+        use_tensorboard = config.monitor.tensorboard
+        self.tensorboard = _tensorboard(self.folder, first_step) if use_tensorboard else None
         self.metrics_file = _continued(self.folder / "metrics.jsonl", first_step)
         self.samples_file = _continued(self.folder / "samples.jsonl", first_step)
         self.console = Console(total_steps, first_step) if config.monitor.console else None
@@ -43,6 +44,16 @@ class Writers:
                 for row in rows
             )
             self.tensorboard.add_text("samples", text, step)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self._line(self.metrics_file, {"step": step, **metrics})
+        if self.tensorboard is not None:
+            for name, value in metrics.items():
+                self.tensorboard.add_scalar(name, value, step)
+        self.note(
+            f"evaluation at step {step} · mean reward {metrics['eval/reward_mean']:.3f} on "
+            f"{metrics['eval/prompts']:.0f} held-out prompts"
+        )
 
     def note(self, text: str) -> None:
         """A sentence for the person at the terminal."""
@@ -117,6 +128,16 @@ class Console:
             highlight=False, soft_wrap=True,
         )  # fmt: skip
         self.progress.update(self.task, completed=step)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self._line(self.metrics_file, {"step": step, **metrics})
+        if self.tensorboard is not None:
+            for name, value in metrics.items():
+                self.tensorboard.add_scalar(name, value, step)
+        self.note(
+            f"evaluation at step {step} · mean reward {metrics['eval/reward_mean']:.3f} on "
+            f"{metrics['eval/prompts']:.0f} held-out prompts"
+        )
 
     def note(self, text: str) -> None:
         self.rich.print(text, highlight=False, soft_wrap=True)

@@ -40,15 +40,23 @@ def sampling_params(
     )  # fmt: skip
 
 
-def replica_share(count: int, groups: ParallelGroups) -> range:
-    """Indices of a batch of `count` prompts that this replica works on."""
-    dp, rank = groups.layout.dp, groups.dp_rank
-    return range(count * rank // dp, count * (rank + 1) // dp)
+def replica_share(count: int, groups: ParallelGroups, block: int | None = None) -> list[int]:
+    """Indices of a batch of `count` prompts that this replica works on.
+
+    Every `block` consecutive prompts are spread over all replicas: with blocks of one mini-batch,
+    an optimizer step sees the same samples for every data parallel size.
+    """
+    dp, rank, block = groups.layout.dp, groups.dp_rank, block or max(count, 1)
+    share: list[int] = []
+    for start in range(0, count, block):
+        size = min(block, count - start)
+        share += range(start + size * rank // dp, start + size * (rank + 1) // dp)
+    return share
 
 
 def collect(
     engine: Engine, tokenizer: TextTokenizer, prompts: list[Prompt], *, n: int,
-    sampling: SamplingParams, first_request: int,
+    sampling: SamplingParams, first_request: int, block: int | None = None,
 ) -> RolloutBatch | None:  # fmt: skip
     """Generates `n` samples for each of this replica's prompts.
 
@@ -56,11 +64,13 @@ def collect(
         prompts: of the whole batch, the same on every rank.
         first_request: number of the batch's first sample in the run. It keys the noise, so that
             samples depend neither on the layout nor on where they are generated.
+        block: prompts per mini-batch, see `replica_share`.
 
     Returns:
         The replica's samples, or None where it has no prompt.
     """
-    mine = [(i, s) for i in replica_share(len(prompts), engine.model.groups) for s in range(n)]
+    share = replica_share(len(prompts), engine.model.groups, block)
+    mine = [(i, s) for i in share for s in range(n)]
     if not mine:
         return None
     responses = engine.generate(

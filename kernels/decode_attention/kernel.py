@@ -1,0 +1,218 @@
+"""Paged decode attention in Triton: split over the KV cache, then merged.
+
+One program takes one KV head of one sequence over `split_size` tokens, and all R query heads that
+share the KV head, so each key and value is read from memory once. It keeps the running maximum m,
+the sum l and the accumulator of online softmax (Milakov & Gimelshein 2018; FlashAttention) in
+fp32. Where a row needs more than one split, (m, l, acc) go to memory and a second kernel merges
+them in order (flash decoding).
+
+The split is a number of tokens, not of programs, so where a row is cut depends on its own length
+alone: a row's bits do not change with the batch. Programs past a row's length leave at once, so
+the grid depends on the table's width only and a captured graph stays right as sequences grow.
+
+Shapes: B sequences, H query heads, G KV heads, R = H / G, D head dimension, N table columns,
+S block size, P = number of splits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+MERGE_TILE = tl.constexpr(64)
+
+
+# Bytes of keys one step of the walk loads: with three stages in flight, 96 KiB of shared memory.
+STEP_BYTES = 16384
+DEFAULT_SPLIT = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the walk over the KV cache is laid out on the device.
+
+    Attributes:
+        split: tokens a program walks.
+        tile: tokens per step of the walk (at least 16, the matrix unit's smallest side).
+        warps, stages: Triton's warps per program and software pipelining depth.
+    """
+
+    split: int
+    tile: int
+    warps: int = 4
+    stages: int = 3
+
+
+def default_schedule(head_dim: int, itemsize: int, split_size: int | None) -> Schedule:
+    """The schedule measured best on an H200 for this head dimension and element size."""
+    fitting = STEP_BYTES // (triton.next_power_of_2(head_dim) * itemsize)
+    tile = max(16, min(128, fitting))
+    split = DEFAULT_SPLIT if split_size is None else max(split_size, tile)
+    return Schedule(split=-(-split // tile) * tile, tile=tile)
+
+
+def decode_attention(
+    q_BHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table_BN: Tensor,
+    context_len_B: Tensor,
+    scale: float,
+    *,
+    split_size: int | None = None,
+    schedule: Schedule | None = None,
+) -> Tensor:
+    """See `megatron_rl.kernels.decode_attention.decode_attention`; arguments are checked there."""
+    batch, heads, dim = q_BHD.shape
+    block_size, groups = k_cache.shape[1], k_cache.shape[2]
+    plan = schedule or default_schedule(dim, q_BHD.element_size(), split_size)
+    capacity = block_table_BN.shape[1] * block_size
+    splits = max(1, triton.cdiv(capacity, plan.split))
+    out_BHD = torch.empty((batch, heads, dim), dtype=q_BHD.dtype, device=q_BHD.device)
+    if batch == 0:
+        return out_BHD
+    repeat = heads // groups
+    # With one split the partials are never touched: the output stands in for them.
+    acc_BHPD, ml_2BHP = out_BHD, out_BHD
+    if splits > 1:
+        acc_BHPD = out_BHD.new_empty((batch, heads, splits, dim), dtype=torch.float32)
+        ml_2BHP = out_BHD.new_empty((2, batch, heads, splits), dtype=torch.float32)
+    dim_pad = triton.next_power_of_2(dim)
+    _walk[(groups, splits, batch)](
+        q_BHD, k_cache, v_cache, block_table_BN, context_len_B, out_BHD, acc_BHPD, ml_2BHP,
+        scale * LOG2_E, capacity, *q_BHD.stride()[:2], *k_cache.stride()[:3],
+        *v_cache.stride()[:3], *block_table_BN.stride(), heads, splits,
+        batch * heads * splits,
+        R=repeat, R_PAD=max(16, triton.next_power_of_2(repeat)), D=dim, D_PAD=dim_pad,
+        S=block_size, TILE=plan.tile, SPLIT=plan.split,
+        # Triton's interpreter keeps bf16 as integers and would multiply the raw bits.
+        WIDEN=not q_BHD.is_cuda and q_BHD.dtype == torch.bfloat16,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(heads, batch)](
+            acc_BHPD, ml_2BHP, context_len_B, out_BHD, capacity, splits, batch * heads * splits,
+            D=dim, D_PAD=dim_pad, SPLIT=plan.split, num_warps=4,
+        )  # fmt: skip
+    return out_BHD
+
+
+@triton.jit
+def _walk(
+    q_ptr,  # [B, H, D] in
+    k_ptr,  # [blocks, S, G, D] in
+    v_ptr,  # [blocks, S, G, D] in
+    table_ptr,  # [B, N] int32 in
+    context_ptr,  # [B] int32 in
+    out_ptr,  # [B, H, D] out, rows that fit one split
+    acc_ptr,  # [B, H, P, D] fp32 out, unnormalised, the other rows
+    ml_ptr,  # [2, B, H, P] fp32 out, maximum (base 2) and sum, the other rows
+    scale_log2,
+    capacity,
+    q_b, q_h, k_n, k_s, k_g, v_n, v_s, v_g, table_b, table_n,
+    heads, splits, l_offset,
+    R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    context = tl.minimum(tl.load(context_ptr + row), capacity)
+    start = split * SPLIT
+    # The first split also answers for rows without context, whose output is zeros.
+    if (start < context) | (split == 0):
+        stop = tl.minimum(start + SPLIT, context)
+        head = group * R + tl.arange(0, R_PAD)
+        head_live = tl.arange(0, R_PAD) < R
+        d = tl.arange(0, D_PAD)
+        d_live = d < D
+        q = tl.load(
+            q_ptr + row * q_b + head[:, None] * q_h + d[None, :],
+            mask=head_live[:, None] & d_live[None, :], other=0.0,
+        )  # fmt: skip
+        if WIDEN:
+            q = q.to(tl.float32)
+        m = tl.full([R_PAD], float("-inf"), tl.float32)
+        l = tl.zeros([R_PAD], tl.float32)  # noqa: E741  (the usual name of the softmax sum)
+        acc = tl.zeros([R_PAD, D_PAD], tl.float32)
+        for token in range(start, stop, TILE):
+            n = token + tl.arange(0, TILE)
+            live = n < stop
+            block = tl.load(table_ptr + row * table_b + (n // S) * table_n, mask=live, other=0)
+            block = block.to(tl.int64)
+            # Dead lanes load zeros rather than what the slot holds, which may be NaN.
+            mask = live[:, None]
+            if D != D_PAD:
+                mask = mask & d_live[None, :]
+            k_at = block * k_n + (n % S) * k_s + group * k_g
+            k = tl.load(k_ptr + k_at[:, None] + d[None, :], mask=mask, other=0.0)
+            if WIDEN:
+                k = k.to(tl.float32)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            s = tl.where(live[None, :], s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            shrink = tl.exp2(m - m_new)
+            p = tl.exp2(s - m_new[:, None])
+            l = l * shrink + tl.sum(p, 1)  # noqa: E741
+            v_at = block * v_n + (n % S) * v_s + group * v_g
+            v = tl.load(v_ptr + v_at[:, None] + d[None, :], mask=mask, other=0.0)
+            acc = acc * shrink[:, None]
+            p = p.to(v.dtype)
+            if WIDEN:
+                p, v = p.to(tl.float32), v.to(tl.float32)
+            acc = tl.dot(p, v, acc, input_precision="ieee")
+            m = m_new
+        out_mask = head_live[:, None] & d_live[None, :]
+        out_row = row * heads + head
+        if context <= SPLIT:
+            out = acc / tl.where(l > 0.0, l, 1.0)[:, None]
+            out_at = out_ptr + out_row[:, None] * D + d[None, :]
+            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+        else:
+            part = out_row * splits + split
+            tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=out_mask)
+            tl.store(ml_ptr + part, m, mask=head_live)
+            tl.store(ml_ptr + l_offset + part, l, mask=head_live)
+
+
+@triton.jit
+def _merge(
+    acc_ptr,  # [B, H, P, D] fp32 in
+    ml_ptr,  # [2, B, H, P] fp32 in
+    context_ptr,  # [B] int32 in
+    out_ptr,  # [B, H, D] out, rows of more than one split
+    capacity, splits, l_offset,
+    D: tl.constexpr, D_PAD: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    written = tl.cdiv(tl.minimum(tl.load(context_ptr + row), capacity), SPLIT)
+    if written > 1:
+        out_row = row * tl.num_programs(0) + tl.program_id(0)
+        d = tl.arange(0, D_PAD)
+        m = float("-inf")
+        l = 0.0  # noqa: E741
+        acc = tl.zeros([D_PAD], tl.float32)
+        # Tiles of a fixed number of splits: the order of sums must not follow the table's width.
+        for begin in range(0, written, MERGE_TILE):
+            part = begin + tl.arange(0, MERGE_TILE)
+            live = part < written
+            part += out_row * splits
+            part_m = tl.load(ml_ptr + part, mask=live, other=float("-inf"))
+            part_l = tl.load(ml_ptr + l_offset + part, mask=live, other=0.0)
+            part_acc = tl.load(
+                acc_ptr + part[:, None] * D + d[None, :],
+                mask=live[:, None] & (d < D)[None, :], other=0.0,
+            )  # fmt: skip
+            m_new = tl.maximum(m, tl.max(part_m, 0))
+            weight = tl.exp2(part_m - m_new)
+            shrink = tl.exp2(m - m_new)
+            l = l * shrink + tl.sum(part_l * weight, 0)  # noqa: E741
+            acc = acc * shrink + tl.sum(part_acc * weight[:, None], 0)
+            m = m_new
+        out_at = out_ptr + out_row * D + d
+        tl.store(out_at, (acc / l).to(out_ptr.dtype.element_ty), mask=d < D)

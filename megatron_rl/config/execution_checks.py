@@ -1,0 +1,181 @@
+"""Rules between the settings of how a run is executed: layout, optimizers, memory, saving."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .schema import in_yaml, refuse, refuse_idle_options
+
+if TYPE_CHECKING:
+    from .root import Config
+
+
+def check_execution(config: Config) -> None:
+    """Refuse settings of layout, optimizers, memory and saving that contradict each other."""
+    for check in (
+        _check_layout, _check_models, _check_tokenizer, _check_grad_reduce, _check_optimizers,
+        _check_compression, _check_generation_layout, _check_offload, _check_checkpoint,
+    ):  # fmt: skip
+        check(config)
+
+
+def nearest_multiples(size: int, factor: int) -> str:
+    """The multiples of ``factor`` next to ``size``, in words."""
+    below = size // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
+
+
+def _check_layout(config: Config) -> None:
+    layouts = {"parallel": config.parallel}
+    for role in ("actor", "critic", "reference", "reward"):
+        own = config.role(role).parallel
+        if own is not None:
+            layouts[f"model.{role}.parallel"] = own
+    for prefix, layout in layouts.items():
+        if layout.vpp > 1 and layout.pp == 1:
+            rule = f"virtual stages need a pipeline, and {prefix}.pp is 1"
+            refuse(f"{prefix}.vpp", layout.vpp, rule, f"set {prefix}.pp > 1 or {prefix}.vpp=1")
+    parallel = config.parallel
+    if parallel.sp and parallel.tp == 1:
+        rule = "sequence parallelism splits over tensor parallel ranks, and parallel.tp is 1"
+        refuse("parallel.sp", True, rule, "set parallel.tp > 1 or parallel.sp=false")
+    own = config.model.actor.parallel
+    if own is not None:
+        rule = "the actor's layout is the section parallel"
+        refuse("model.actor.parallel", own, rule, "set parallel.tp, parallel.pp and parallel.vpp")
+
+
+def _check_models(config: Config) -> None:
+    for role in ("critic", "reference", "reward"):
+        model = config.role(role)
+        if model.revision is not None and model.path is None:
+            rule = f"is the revision of model.{role}.path, which is null"
+            way_out = f"set model.{role}.path too or remove it"
+            refuse(f"model.{role}.revision", model.revision, rule, way_out)
+    reference = config.model.reference
+    if not reference.enable and reference.path is not None:
+        rule = "has no effect while model.reference.enable is false"
+        way_out = "set model.reference.enable=true or remove it"
+        refuse("model.reference.path", reference.path, rule, way_out)
+
+
+def _check_grad_reduce(config: Config) -> None:
+    parallel, way = config.parallel, config.training.grad_reduce
+    if parallel.overlap_grad_reduce and way == "manual":
+        rule = "reduces during the backward pass, and training.grad_reduce=manual after it"
+        way_out = "set training.grad_reduce=ddp or parallel.overlap_grad_reduce=false"
+        refuse("parallel.overlap_grad_reduce", True, rule, way_out)
+    if parallel.overlap_param_gather and way != "distributed_optimizer":
+        rule = f"there is nothing to gather with training.grad_reduce={way}"
+        way_out = "set training.grad_reduce=distributed_optimizer"
+        refuse("parallel.overlap_param_gather", True, rule, way_out)
+    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+        rule = "needs the buckets of parallel.overlap_grad_reduce"
+        refuse("parallel.overlap_param_gather", True, rule, "set parallel.overlap_grad_reduce=true")
+
+
+def _check_optimizers(config: Config) -> None:
+    for role in ("actor", "critic"):
+        optimizer, prefix = getattr(config.training, role), f"training.{role}"
+        if optimizer.min_lr > optimizer.lr:
+            rule = f"is larger than {prefix}.lr={optimizer.lr}"
+            refuse(f"{prefix}.min_lr", optimizer.min_lr, rule, f"use at most {optimizer.lr}")
+        if optimizer.min_lr > 0 and optimizer.schedule == "constant":
+            rule = f"has no effect with {prefix}.schedule=constant"
+            way_out = f"set {prefix}.schedule=linear or cosine, or remove it"
+            refuse(f"{prefix}.min_lr", optimizer.min_lr, rule, way_out)
+        if optimizer.warmup_steps > config.training.steps:
+            rule = f"is longer than the run of training.steps={config.training.steps}"
+            way_out = f"use at most {config.training.steps}"
+            refuse(f"{prefix}.warmup_steps", optimizer.warmup_steps, rule, way_out)
+        if optimizer.momentum > 0 and optimizer.name != "sgd":
+            rule = f"only sgd has a momentum, and {prefix}.name={optimizer.name}"
+            way_out = f"set {prefix}.beta1, or {prefix}.name=sgd"
+            refuse(f"{prefix}.momentum", optimizer.momentum, rule, way_out)
+
+
+def _check_compression(config: Config) -> None:
+    compression, prefix = config.training.gradient_compression, "training.gradient_compression"
+    size = compression.block_size
+    if size & (size - 1):
+        below = 1 << (size.bit_length() - 1)
+        way_out = f"use {below} or {2 * below}"
+        refuse(f"{prefix}.block_size", size, "must be a power of two", way_out)
+    refuse_idle_options(compression, prefix)
+    if compression.enable and config.training.grad_reduce == "manual":
+        rule = "compression works in the gradient buckets, and training.grad_reduce=manual has none"
+        way_out = "set training.grad_reduce=ddp or distributed_optimizer"
+        refuse(f"{prefix}.enable", True, rule, way_out)
+
+
+def _check_generation_layout(config: Config) -> None:
+    engine, parallel = config.hybrid_engine, config.parallel
+    for name, size in (("generation_tp", parallel.tp), ("generation_pp", parallel.pp)):
+        own = getattr(engine, name)
+        if own is None:
+            continue
+        if engine.mode == "zero_repartitioning":
+            rule = "zero_repartitioning generates on the training layout"
+            way_out = "set hybrid_engine.mode=micro_dp or remove it"
+            refuse(f"hybrid_engine.{name}", own, rule, way_out)
+        if size % own:
+            axis = name.removeprefix("generation_")
+            fitting = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
+            rule = f"must divide parallel.{axis}={size}"
+            refuse(f"hybrid_engine.{name}", own, rule, f"use one of {fitting}")
+    if engine.micro_dp_size is None:
+        return
+    if engine.mode == "zero_repartitioning":
+        rule = "zero_repartitioning has one generation replica in each training replica"
+        way_out = "set hybrid_engine.mode=micro_dp or remove it"
+        refuse("hybrid_engine.micro_dp_size", engine.micro_dp_size, rule, way_out)
+    _check_micro_dp_size(config)
+
+
+def _check_micro_dp_size(config: Config) -> None:
+    engine, parallel = config.hybrid_engine, config.parallel
+    ranks = parallel.tp * parallel.pp
+    given = engine.generation_tp is not None and engine.generation_pp is not None
+    if given:
+        generation_ranks = engine.generation_tp * engine.generation_pp
+        fitting = [ranks // generation_ranks]
+    else:
+        fitting = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    if engine.micro_dp_size not in fitting:
+        rule = f"must be tp*pp / (generation_tp*generation_pp), with tp*pp = {ranks}"
+        choice = fitting[0] if len(fitting) == 1 else f"one of {fitting}"
+        refuse("hybrid_engine.micro_dp_size", engine.micro_dp_size, rule, f"use {choice}")
+
+
+def _check_offload(config: Config) -> None:
+    for name in ("actor", "critic", "reference", "reward", "optimizer"):
+        prefix = f"hybrid_engine.{name}_offload"
+        offload = getattr(config.hybrid_engine, f"{name}_offload")
+        if offload.enable and offload.offload_device is None:
+            rule = "is required when offloading is enabled"
+            refuse(f"{prefix}.offload_device", None, rule, f"set {prefix}.offload_device=cpu")
+        refuse_idle_options(offload, prefix)
+
+
+def _check_checkpoint(config: Config) -> None:
+    checkpoint = config.checkpoint
+    every, interval = checkpoint.keep_every, checkpoint.save_interval
+    if every is None:
+        return
+    if interval is None or every % interval:
+        rule = f"must be a multiple of checkpoint.save_interval={in_yaml(interval)}"
+        fitting = None if interval is None else nearest_multiples(every, interval)
+        way_out = f"use {fitting}" if fitting else "set checkpoint.save_interval"
+        refuse("checkpoint.keep_every", every, rule, way_out)
+
+
+def _check_tokenizer(config: Config) -> None:
+    tokenizer = config.model.tokenizer
+    if tokenizer.type == "sentencepiece":
+        return
+    for name in ("bos_token", "eos_token", "pad_token"):
+        value = getattr(tokenizer, name)
+        if value is not None:
+            rule = "is for SentencePiece; a Hugging Face tokenizer brings its own"
+            way_out = "remove it or set model.tokenizer.type=sentencepiece"
+            refuse(f"model.tokenizer.{name}", value, rule, way_out)

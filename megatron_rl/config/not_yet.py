@@ -1,0 +1,78 @@
+"""Settings whose feature does not exist yet: one table, one message.
+
+The keys are typed and range-checked like all others, so a file that uses them is known to be right
+on the day the feature lands; until then a value that asks for the feature is refused. Adding the
+feature means removing its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .schema import in_yaml, refuse
+
+Predicate = Callable[[Any], bool]
+
+
+def _more_than_one(value: Any) -> bool:
+    return value > 1
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+def _is_true(value: Any) -> bool:
+    return value is True
+
+
+def _is(*refused: str) -> Predicate:
+    return lambda value: value in refused
+
+
+NOT_YET: dict[str, tuple[Predicate, str]] = {
+    "parallel.cp": (_more_than_one, "context parallelism"),
+    "parallel.ep": (_more_than_one, "expert parallelism"),
+    "model.critic.parallel": (_is_given, "a layout of its own for the critic"),
+    "model.reference.parallel": (_is_given, "a layout of its own for the reference model"),
+    "model.reward.parallel": (_is_given, "a layout of its own for the reward model"),
+    "model.reference.ranks": (_is_given, "a reference model on a subset of the ranks"),
+    "model.reward.ranks": (_is_given, "a reward model on a subset of the ranks"),
+    "model.reward.path": (_is_given, "a learned reward model (use reward.function)"),
+    "model.tokenizer.type": (_is("sentencepiece"), "SentencePiece tokenizers"),
+    "algorithm.kl.estimator": (_is("full"), "the KL of the whole distribution"),
+    "algorithm.dynamic_sampling.enable": (_is_true, "dynamic sampling"),
+    "rollout.backend": (_is("vllm"), "generation by vLLM"),
+    "training.gradient_compression.enable": (_is_true, "int8 gradients"),
+    "hybrid_engine.mode": (_is("micro_dp", "auto"), "a generation layout of its own"),
+    "hybrid_engine.share_embeddings": (
+        lambda value: value is not False,
+        "one embedding table for actor and critic",
+    ),
+    "hybrid_engine.keep_generation_weights": (_is_true, "a generation layout of its own"),
+    "hybrid_engine.actor_offload.enable": (_is_true, "offloading the actor"),
+    "hybrid_engine.critic_offload.enable": (_is_true, "offloading the critic"),
+    "hybrid_engine.reference_offload.enable": (_is_true, "offloading the reference model"),
+    "hybrid_engine.reward_offload.enable": (_is_true, "offloading the reward model"),
+    "hybrid_engine.optimizer_offload.enable": (_is_true, "offloading optimizer states"),
+    "checkpoint.async_save": (_is_true, "asynchronous saving"),
+    "checkpoint.best_metric": (_is_given, "keeping the best checkpoint by a metric"),
+    "monitor.wandb": (_is_true, "Weights & Biases"),
+    "monitor.profile.steps": (bool, "profiler traces"),
+    "comm_trace.enable": (_is_true, "the communication trace"),
+}
+"""Dotted key -> (does this value ask for the feature?, what the feature is)."""
+
+
+def check_not_yet(config: Any, default: Callable[[str], Any]) -> None:
+    """Refuse the first setting of ``config`` whose feature does not exist yet.
+
+    Args:
+        default: gives the default value of a dotted key, which is the way out.
+    """
+    for dotted, (asks_for_it, feature) in NOT_YET.items():
+        value = config.value(dotted)
+        if asks_for_it(value):
+            way_out = f"leave {dotted} at its default, {in_yaml(default(dotted))}"
+            refuse(dotted, value, f"not supported yet: {feature}", way_out)

@@ -1,0 +1,92 @@
+"""Settings of checkpoints, monitoring, the processes and the communication trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .schema import SECTION, section, setting
+
+
+@dataclass(**SECTION)
+class CheckpointSettings:
+    """Saving and resuming."""
+
+    dir: str | None = setting(None)
+    """Folder of the checkpoints; null: run_dir/checkpoints."""
+    save_interval: int | None = setting(None, at_least=1)
+    """Save every this many steps and after the last; null: only when stopped by a signal."""
+    format: Literal["torch_dist"] = setting("torch_dist")
+    """Format on disk: Megatron-Core's distributed checkpoint."""
+    keep_last: int = setting(2, at_least=1)
+    """Newest checkpoints to keep."""
+    keep_every: int | None = setting(None, at_least=1)
+    """Keep the checkpoints of steps divisible by this for good; null: none."""
+    best_metric: str | None = setting(None)
+    """Also keep the checkpoint with the largest value of this metric; null: none."""
+    async_save: bool = setting(False)
+    """Write while training goes on."""
+    resume: str = setting("auto", form=(r".+", "auto, never or the folder of a checkpoint"))
+    """auto: from the newest checkpoint in dir if there is one; never; or a checkpoint's folder."""
+    on_corrupt: Literal["fail", "previous"] = setting("fail")
+    """A damaged checkpoint ends the run, or the one before it is used."""
+    export_huggingface: bool = setting(False)
+    """Write the actor as a Hugging Face folder at the end of the run."""
+
+
+@dataclass(**SECTION)
+class ProfileSettings:
+    """Profiler traces."""
+
+    steps: list[int] = setting([], at_least=1)
+    """Steps to trace; the first step is 1."""
+    ranks: list[int] = setting([0], at_least=0)
+    """Ranks that write a trace."""
+
+
+@dataclass(**SECTION)
+class MonitorSettings:
+    """What is shown and written during a run."""
+
+    tensorboard: bool = setting(True)
+    """Write TensorBoard files to run_dir/tensorboard."""
+    console: bool = setting(True)
+    """Show one line per step and a progress bar in the terminal."""
+    samples_per_step: int = setting(4, at_least=0)
+    """Responses per step that are written with their rewards."""
+    preflight: Literal["warn", "fail", "off"] = setting("warn")
+    """Checks of the machine before the run: report failures, end on them, or skip them."""
+    min_link_gbps: float | None = setting(None, above=0)
+    """Slowest acceptable link between ranks in Gbit/s when its nominal speed is unknown."""
+    wandb: bool = setting(False)
+    """Mirror the metrics to Weights & Biases."""
+    profile: ProfileSettings = section(ProfileSettings)
+    """Profiler traces."""
+
+
+@dataclass(**SECTION)
+class RuntimeSettings:
+    """Processes and devices."""
+
+    device: Literal["auto", "cpu", "cuda"] = setting("auto")
+    """auto: cuda when there is a GPU for every rank of the machine, else cpu."""
+    collective_timeout: float = setting(1800.0, above=0)
+    """Seconds after which a collective that does not finish ends the run."""
+    init_timeout: float = setting(300.0, above=0)
+    """Seconds to wait for all ranks at the start."""
+    grace_time: float = setting(120.0, at_least=0)
+    """Seconds between a stop signal and the end, in which a checkpoint is saved."""
+
+
+@dataclass(**SECTION)
+class CommTraceSettings:
+    """Trace of the communication."""
+
+    enable: bool = setting(False)
+    """Record the collectives of traced steps."""
+    dir: str | None = setting(None)
+    """Folder of the trace; null: run_dir/comm_trace."""
+    interval: int = setting(50, at_least=1)
+    """Trace every this many steps."""
+    record_detail: bool = setting(True)
+    """Record every collective; false: sums only."""

@@ -1,0 +1,117 @@
+"""Everything that a run reads, checked before a process group or a GPU is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config import Config, ConfigError
+from megatron_rl.models.families import Architecture, read_architecture
+from megatron_rl.rewards.base import RewardFunction, check_signature, load_reward
+from megatron_rl.rollout.prompts import Prompt, PromptFile, PromptStream
+from megatron_rl.rollout.tokenizer import TextTokenizer
+
+
+@dataclass(kw_only=True, slots=True)
+class RunInputs:
+    """Tokenizer, prompts, reward and the architecture of each role."""
+
+    config: Config
+    tokenizer: TextTokenizer
+    stream: PromptStream
+    eval_file: PromptFile | None
+    reward: RewardFunction
+    architectures: dict[str, Architecture]
+
+    @classmethod
+    def check(cls, config: Config, reward: RewardFunction | None) -> RunInputs:
+        """Reads and checks all inputs.
+
+        Raises:
+            ConfigError: one sentence that names the setting, its value, the rule and the way out.
+        """
+        architectures = {role: _architecture(config, role) for role in _roles(config)}
+        actor = architectures["actor"]
+        folder = config.model.tokenizer.path or config.role_path("actor")
+        tokenizer = TextTokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+        if len(tokenizer) > actor.vocab:
+            raise ConfigError(
+                f"model.tokenizer.path: the tokenizer in {str(folder)!r} has {len(tokenizer)} "
+                f"tokens but the actor's vocabulary has {actor.vocab}; use the model's own "
+                "tokenizer",
+                setting="model.tokenizer.path",
+            )
+        limit = min(
+            x for x in (config.data.max_prompt_length, config.rollout.max_length,
+                        actor.max_positions) if x is not None
+        )  # fmt: skip
+        if config.data.max_prompt_length is None:
+            limit -= 1  # room for one new token
+        kwargs = dict(
+            prompt_key=config.data.prompt_key, chat_template=config.data.chat_template,
+            tokenizer=tokenizer, limit=limit,
+        )  # fmt: skip
+        train = PromptFile(config.data.train, setting="data.train", **kwargs)
+        eval_file = None
+        if config.data.eval is not None:
+            eval_file = PromptFile(config.data.eval, setting="data.eval", **kwargs)
+        return cls(
+            config=config, tokenizer=tokenizer, architectures=architectures, eval_file=eval_file,
+            stream=PromptStream(train, shuffle=config.data.shuffle, seed=config.seed),
+            reward=_reward(config, reward),
+        )  # fmt: skip
+
+    def eval_prompts(self) -> list[Prompt]:
+        """The held-out prompts that an evaluation uses.
+
+        Raises:
+            ConfigError: without `data.eval`.
+        """
+        if self.eval_file is None:
+            raise ConfigError(
+                "data.eval is null: an evaluation needs held-out prompts; name a JSONL file",
+                setting="data.eval",
+            )
+        count = min(self.config.evaluation.prompts or len(self.eval_file), len(self.eval_file))
+        return [self.eval_file[i] for i in range(count)]
+
+
+def _roles(config: Config) -> list[str]:
+    roles = ["actor"]
+    roles += ["critic"] if config.has_critic else []
+    roles += ["reference"] if config.has_reference else []
+    return roles
+
+
+def _architecture(config: Config, role: str) -> Architecture:
+    path = config.role_path(role)
+    setting = f"model.{role}.path"
+    if path is None or not Path(path).is_dir():
+        raise ConfigError(
+            f"{setting} is {path!r}: there is no such folder; give a Hugging Face model folder "
+            "(config.json and *.safetensors)",
+            setting=setting,
+        )
+    layout = config.role_parallel(role)
+    try:
+        architecture = read_architecture(path)
+        architecture.check_layout(
+            tp=layout.tp, pp=layout.pp, vpp=layout.vpp, name=f"the {role} ({path})"
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{setting}: {error}", setting=setting) from error
+    return architecture
+
+
+def _reward(config: Config, given: RewardFunction | None) -> RewardFunction:
+    if given is not None:
+        return check_signature(given, getattr(given, "__name__", "reward"), {})
+    if config.reward.function is None:
+        raise ConfigError(
+            "reward.function is null and no reward was passed to Trainer; name a function as "
+            "module:function or path/to/file.py:function",
+            setting="reward.function",
+        )
+    return load_reward(config.reward.function, config.reward.kwargs)

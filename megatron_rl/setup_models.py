@@ -1,0 +1,98 @@
+"""Builds the models of a run on this rank and loads their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config import Config
+from megatron_rl.convert.huggingface import load_huggingface
+from megatron_rl.engine.optimizer import Trainable
+from megatron_rl.generation.engine import Engine
+from megatron_rl.models.gpt import ParallelModel, build_model
+from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
+from megatron_rl.rollout.collect import engine_settings
+from megatron_rl.run_inputs import RunInputs
+
+
+@dataclass(kw_only=True, slots=True)
+class Models:
+    """The models of a run; the engine generates on the actor's own weights."""
+
+    actor: Trainable
+    critic: Trainable | None
+    reference: ParallelModel | None
+    engine: Engine
+
+    def start_critic_at(self, scores_B: Tensor, groups: ParallelGroups) -> None:
+        """Sets a fresh value head's bias to the mean score of the first rollout.
+
+        With its zero weights the critic then predicts that mean everywhere: the first advantages
+        are centred instead of all of one sign.
+        """
+        sums = torch.stack((scores_B.double().sum(), torch.tensor(float(len(scores_B)))))
+        dist.all_reduce(sums, group=groups.data_control())
+        mean = float(sums[0] / sums[1])
+        for chunk in self.critic.model.chunks:
+            if chunk.post_process:
+                with torch.no_grad():
+                    if not bool(chunk.output_layer.weight.any()):
+                        chunk.output_layer.bias.fill_(mean)
+        self.critic.reload_main_params()
+
+
+def build_models(config: Config, inputs: RunInputs, world_size: int) -> Models:
+    """Allocates and loads every role under its layout; all ranks must call this together."""
+    groups = _groups_by_role(config, inputs, world_size)
+    seed_model_parallel(config.seed, groups["actor"])
+    actor = _trainable("actor", config, inputs, groups["actor"])
+    critic = _trainable("critic", config, inputs, groups["critic"]) if config.has_critic else None
+    reference = None
+    if config.has_reference:
+        reference = _model("reference", config, inputs, groups["reference"], trainable=False)
+    return Models(
+        actor=actor, critic=critic, reference=reference,
+        engine=Engine(actor.model, engine_settings(config)),
+    )  # fmt: skip
+
+
+def _groups_by_role(
+    config: Config, inputs: RunInputs, world_size: int
+) -> dict[str, ParallelGroups]:
+    """One `ParallelGroups` per distinct layout, shared by the roles that have it."""
+    made: dict[Layout, ParallelGroups] = {}
+    by_role = {}
+    for role in inputs.architectures:
+        own = config.role_parallel(role)
+        layout = Layout(world_size=world_size, tp=own.tp, pp=own.pp, vpp=own.vpp)
+        if layout not in made:
+            made[layout] = ParallelGroups(layout=layout)
+        by_role[role] = made[layout]
+    return by_role
+
+
+def _model(
+    role: str, config: Config, inputs: RunInputs, groups: ParallelGroups, *, trainable: bool
+) -> ParallelModel:
+    model = build_model(
+        role, inputs.architectures[role], groups, dtype=config.training.dtype,
+        sp=config.parallel.sp, recompute=config.training.recompute if trainable else "none",
+        backend=config.model.layer_spec, trainable=trainable,
+    )  # fmt: skip
+    load_huggingface(model, config.role_path(role), fresh_head=role == "critic")
+    return model
+
+
+def _trainable(role: str, config: Config, inputs: RunInputs, groups: ParallelGroups) -> Trainable:
+    training = config.training
+    steps_per_rollout = training.epochs * -(-config.samples_per_step // config.mini_batch_size)
+    return Trainable(
+        _model(role, config, inputs, groups, trainable=True), getattr(training, role),
+        total_steps=training.steps * steps_per_rollout,
+        distributed_optimizer=training.distributed_optimizer,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )  # fmt: skip

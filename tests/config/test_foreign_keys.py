@@ -1,0 +1,119 @@
+"""Pure: keys of other trainers' files mean one of our settings or are refused with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.config import Config, ConfigError, not_yet
+from megatron_rl.config.foreign_keys import FOREIGN_KEYS
+from megatron_rl.config.schema import leaf_keys
+
+POST = """\
+model:
+  actor: actor_folder
+  critic: critic_folder
+data: {train: prompts.jsonl}
+parallel: {tp: 2, distributed_optimizer: false}
+training:
+  rollout_batch_size: 32
+  clip_grad_norm: 0.5
+hybrid_engine:
+  enable_3d: true
+  zero_repartitioning: true
+  actor_shard_strategy: tensor
+  critic_shard_strategy: tensor
+  reward_model_offload: {enable: false}
+checkpoint_config: {format: torch, save_interval: 5}
+generation_backend: megatron
+training_backend: megatron
+"""
+
+
+@pytest.fixture
+def post(tmp_path: Path) -> Path:
+    path = tmp_path / "post.yaml"
+    path.write_text(POST)
+    return path
+
+
+def test_a_configuration_as_posted_is_readable(post: Path) -> None:
+    config = Config.load(post)
+    assert (config.role_path("actor"), config.role_path("critic")) == (
+        "actor_folder",
+        "critic_folder",
+    )
+    assert config.rollout.batch_size == 32
+    assert config.training.grad_reduce == "ddp"
+    assert config.training.actor.clip_grad == config.training.critic.clip_grad == 0.5
+    assert config.checkpoint.save_interval == 5
+    assert config.checkpoint.format == "torch_dist"
+    assert config.hybrid_engine.mode == "zero_repartitioning"
+    assert config.model.critic.parallel is None
+    ours = yaml.safe_load(config.to_yaml())
+    assert not {"checkpoint_config", "generation_backend", "training_backend"} & set(ours)
+
+
+def test_critic_cut_by_layer_gets_a_pipeline_over_the_same_ranks(post, monkeypatch) -> None:
+    by_layer = "hybrid_engine.critic_shard_strategy=layer"
+    with pytest.raises(ConfigError, match="not supported yet: a layout of its own for the critic"):
+        Config.load(post, [by_layer])
+    monkeypatch.setattr(not_yet, "NOT_YET", {})
+    own = Config.load(post, [by_layer]).role_parallel("critic")
+    assert (own.tp, own.pp) == (1, 2)
+
+
+def test_one_gradient_limit_without_a_critic_sets_the_actor_only(post: Path) -> None:
+    post.write_text(POST.replace("  critic: critic_folder\n", ""))
+    config = Config.load(post, ["algorithm.name=grpo", "rollout.n=2"])
+    assert config.training.actor.clip_grad == 0.5
+    assert config.training.critic.clip_grad == 1.0
+
+
+REFUSED = [
+    ("training.num_rollout_workers=8", ("num_rollout_workers = 8", "every rank", "remove it")),
+    ("training_backend=fsdp", ("training_backend = 'fsdp'", "Megatron-Core", "'megatron'")),
+    ("checkpoint_config.format=hdf5", ("format = 'hdf5'", "file locks", "'torch'")),
+    ("resource_pool={a: 1}", ("resource_pool = {'a': 1}", "share all ranks", "model.reward.ranks")),
+    ("lora={r: 8}", ("lora = {'r': 8}", "LoRA", "remove it")),
+    ("model.lora.r=8", ("model.lora = {'r': 8}", "LoRA", "remove it")),
+    ("hybrid_engine.enable_3d_hybrid=false", ("enable_3d_hybrid = false", "off", "use true")),
+    ("hybrid_engine.enable_3d=false", ("actor_shard_strategy", "needs enable_3d: true")),
+    ("hybrid_engine.zero_repartitioning=false", ("= false", "mode=micro_dp", "use true")),
+    ("hybrid_engine.zero_repartitioning=1", ("zero_repartitioning = 1", "use true")),
+    ("hybrid_engine.actor_shard_strategy=rows", ("= 'rows'", "tensor or layer", "parallel.tp")),
+    ("hybrid_engine.actor_shard_strategy=layer", ("= 'layer'", "parallel.tp is 2", "tp=1")),
+    ("hybrid_engine.critic_shard_strategy=rows", ("= 'rows'", "tensor or layer", "set model.cr")),
+    ("enable_3d=true", ("enable_3d and hybrid_engine.enable_3d are both given", "keep one")),
+    ("rollout.batch_size=64", ("training.rollout_batch_size sets rollout.batch_size", "keep one")),
+    ("clip_grad_norm=1", ("training.actor.clip_grad, which is given already", "keep one")),
+    ("training.distributed_optimizer=true", ("training.grad_reduce, which is given", "keep one")),
+    ("parallel.distributed_optimizer=maybe", ("= 'maybe'", "true or false", "use true or false")),
+    ("checkpoint_config.compress=true", ("checkpoint_config.compress", "no such setting")),
+    ("gradient_compression={enable: true}", ("gradient_compression.enable = true", "not supp")),
+    ("generation_backend=sglang", ("rollout.backend = 'sglang'", "megatron or vllm", "give")),
+    ("actor_offload=true", ("hybrid_engine.actor_offload = true", "section", "mapping")),
+]
+
+
+@pytest.mark.parametrize(("override", "parts"), REFUSED, ids=lambda case: str(case)[:40])
+def test_key_without_a_meaning_here_is_refused_with_the_reason(post, override, parts) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Config.load(post, [override])
+    for part in parts:
+        assert part in str(refusal.value), str(refusal.value)
+
+
+def test_reading_leaves_the_given_dictionary_alone() -> None:
+    values = yaml.safe_load(POST)
+    Config.from_dict(values)
+    assert values == yaml.safe_load(POST)
+
+
+def test_no_foreign_key_hides_a_setting_of_ours() -> None:
+    ours = set(leaf_keys(Config))
+    for dotted, key in FOREIGN_KEYS.items():
+        assert not any(f"{name}.".startswith(f"{dotted}.") for name in ours), dotted
+        assert key.meaning.endswith(".")

@@ -1,0 +1,74 @@
+"""Pure: rules between settings of features that are still refused hold once they are let in."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config import ConfigError, not_yet
+
+CASES = [
+    (
+        ("hybrid_engine.actor_offload.enable=true",),
+        ("actor_offload.offload_device = null", "required", "offload_device=cpu"),
+    ),
+    (
+        ("parallel.tp=4", "hybrid_engine={mode: micro_dp, generation_tp: 3}"),
+        ("generation_tp = 3", "divide parallel.tp=4", "[1, 2, 4]"),
+    ),
+    (
+        ("parallel.pp=2", "hybrid_engine={mode: micro_dp, generation_pp: 4}"),
+        ("generation_pp = 4", "divide parallel.pp=2", "[1, 2]"),
+    ),
+    (
+        (
+            "parallel={tp: 4, pp: 2}",
+            "hybrid_engine={mode: micro_dp, generation_tp: 2, generation_pp: 1, micro_dp_size: 2}",
+        ),
+        ("micro_dp_size = 2", "tp*pp = 8", "use 4"),
+    ),
+    (
+        ("parallel.tp=4", "hybrid_engine={mode: micro_dp, micro_dp_size: 3}"),
+        ("micro_dp_size = 3", "tp*pp = 4", "[1, 2, 4]"),
+    ),
+    (
+        ("training.grad_reduce=manual", "training.gradient_compression.enable=true"),
+        ("gradient_compression.enable = true", "manual", "distributed_optimizer"),
+    ),
+    (
+        ("algorithm.dynamic_sampling.enable=true",),
+        ("dynamic_sampling.enable = true", "rollout.n is 1", "2 or more"),
+    ),
+    (
+        ("algorithm.name=rloo", "rollout.n=2", "hybrid_engine.share_embeddings=joint"),
+        ("share_embeddings = 'joint'", "no critic", "remove it"),
+    ),
+    (
+        ("model.critic.parallel={tp: 2, vpp: 2}",),
+        ("model.critic.parallel.vpp = 2", "pp is 1", "vpp=1"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "parts"), CASES, ids=lambda case: case[-1])
+def test_rule_of_a_feature_to_come(load, monkeypatch, overrides, parts) -> None:
+    monkeypatch.setattr(not_yet, "NOT_YET", {})
+    with pytest.raises(ConfigError) as refusal:
+        load(*overrides)
+    for part in parts:
+        assert part in str(refusal.value), str(refusal.value)
+
+
+def test_fitting_generation_layout_is_accepted(load, monkeypatch) -> None:
+    monkeypatch.setattr(not_yet, "NOT_YET", {})
+    layout = "hybrid_engine={mode: micro_dp, generation_tp: 2, generation_pp: 1, micro_dp_size: 4}"
+    assert load("parallel={tp: 4, pp: 2}", layout).hybrid_engine.micro_dp_size == 4
+
+
+def test_a_model_of_its_own_layout_is_checked_against_the_world(load, monkeypatch) -> None:
+    monkeypatch.setattr(not_yet, "NOT_YET", {})
+    config = load("parallel.tp=2", "model.critic.parallel={pp: 4}")
+    assert config.role_parallel("critic").pp == 4
+    assert config.role_parallel("actor").tp == 2
+    assert config.validate_world(8) == 4
+    with pytest.raises(ConfigError, match=r"model\.critic\.parallel\.tp = 1: .* divide the 6"):
+        config.validate_world(6)

@@ -1,0 +1,68 @@
+"""Layer: gloo ranks. A whole PPO run has the same tokens, metrics and losses on every layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer import run_case
+
+LAYOUTS = {
+    "tp2_sp": (2, dict(parallel__tp=2, parallel__sp=True)),
+    "pp2": (2, dict(parallel__pp=2)),
+    "pp2_vpp2": (2, dict(parallel__pp=2, parallel__vpp=2)),
+    "dp2": (2, dict(training__grad_reduce="distributed_optimizer")),
+    "tp2_dp2": (4, dict(parallel__tp=2, training__micro_batch_size=3)),
+    "tp2_pp2_budget": (
+        4,
+        dict(parallel__tp=2, parallel__pp=2, training__micro_batch_size=None,
+             training__max_tokens_per_micro_batch=80),
+    ),
+}  # fmt: skip
+NOT_COMPARED = ("perf/", "value/skipped", "drift/")
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks, tiny_model_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one_rank")
+    return ranks(1, run_case.run, run_case.settings(str(tiny_model_dir), folder), 3)[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ppo_is_the_same_on_every_layout(ranks, tiny_model_dir, tmp_path, one_rank, layout):
+    world, changes = LAYOUTS[layout]
+    values = run_case.settings(str(tiny_model_dir), tmp_path, **changes)
+    results = ranks(world, run_case.run, values, 3)
+    for rank, steps in enumerate(results):
+        for step, (got, want) in enumerate(zip(steps, one_rank, strict=True)):
+            assert set(got) == set(want), f"rank {rank} logs other metrics than one rank"
+            for name, value in want.items():
+                if name.startswith(NOT_COMPARED):
+                    continue
+                assert got[name] == pytest.approx(value, rel=2e-4, abs=2e-5), (
+                    f"rank {rank} step {step} {name}"
+                )
+
+
+@pytest.mark.ranks
+def test_reward_rises(ranks, tiny_model_dir, tmp_path):
+    values = run_case.settings(
+        str(tiny_model_dir), tmp_path, rollout__batch_size=24, training__mini_batch_size=None,
+        training__micro_batch_size=24, training__actor={"lr": 3e-3}, training__epochs=1,
+        algorithm__kl={"placement": "none"}, model__reference={"enable": False},
+    )  # fmt: skip
+    rewards = [m["reward/mean"] for m in ranks(2, run_case.run, values, 20)[0]]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15, rewards
+
+
+@pytest.mark.ranks
+def test_first_update_has_ratio_one(ranks, tiny_model_dir, tmp_path):
+    for placement in ("reward", "none"):
+        values = run_case.settings(
+            str(tiny_model_dir), tmp_path, training__epochs=1, training__mini_batch_size=None,
+            algorithm__kl={"placement": placement, "coef": 0.05 * (placement == "reward")},
+        )  # fmt: skip
+        metrics = ranks(2, run_case.run, values, 1)[0][0]
+        assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert metrics["policy/clipfrac"] == 0.0
+        assert metrics["drift/max_abs"] < 1e-4

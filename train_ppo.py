@@ -1,0 +1,87 @@
+"""Trains a language model with reinforcement learning; see README.md.
+
+    torchrun --nproc_per_node=2 train_ppo.py --config configs/quickstart.yaml [section.key=value …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_rl.config import Config, ConfigError
+from megatron_rl.runtime import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_REQUEUE,
+    Environment,
+    StoppedBySignal,
+    run_guarded,
+)
+from megatron_rl.versions import check_versions
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="train_ppo.py", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
+    parser.add_argument(
+        "--print-config", action="store_true", help="show every setting of the run and stop"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+    )
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """Runs the command line; returns the exit code (0 done, 2 bad input, 75 requeue me)."""
+    try:
+        env = Environment.read()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return run_guarded(lambda: run(parse_arguments(sys.argv[1:]), env), env)
+
+
+def run(arguments: argparse.Namespace, env: Environment) -> int:
+    check_versions()
+    config = Config.load(arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print(config.to_yaml(with_help=True), end="")
+        return EXIT_DONE
+    if env.rank == 0:
+        for warning in config.warnings():
+            print(f"warning: {warning}", file=sys.stderr)
+    from megatron_rl.trainer import Trainer
+
+    trainer = Trainer(config)
+    try:
+        metrics = trainer.train()
+        if env.rank == 0:
+            print(summary(config, metrics), flush=True)
+        return EXIT_DONE
+    except StoppedBySignal as stop:
+        print(f"rank {env.rank}: {stop}", file=sys.stderr, flush=True)
+        return EXIT_REQUEUE
+    finally:
+        trainer.close()
+
+
+def summary(config: Config, metrics: dict[str, float]) -> str:
+    """What the run learned and where its results are."""
+    lines = []
+    start, end = (metrics.get(f"{when}/eval/reward_mean") for when in ("start", "end"))
+    if end is not None:
+        change = f" (before: {start:.1%}, {end - start:+.1%})" if start is not None else ""
+        lines.append(f"mean reward on held-out prompts: {end:.1%}{change}")
+    if config.monitor.tensorboard:
+        lines.append(f"TensorBoard: tensorboard --logdir {config.run_dir}/tensorboard")
+    if config.checkpoint.export_huggingface:
+        lines.append(f"Hugging Face model: {config.run_dir}/huggingface")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
