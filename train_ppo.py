@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.preflight import PreflightError, run_preflight
 from megatron_rl.runtime import (
     EXIT_BAD_INPUT,
     EXIT_DONE,
@@ -51,6 +52,13 @@ def run(arguments: argparse.Namespace, env: Environment) -> int:
     if arguments.print_config:
         print(config.to_yaml(with_help=True), end="")
         return EXIT_DONE
+    if env.local_rank == 0:
+        try:
+            failures = run_preflight(config, config.monitor.preflight).failures
+        except PreflightError as error:
+            raise ConfigError(f"monitor.preflight is fail: {error}") from error
+        for finding in failures:
+            print(f"preflight: {finding.message}; {finding.fix}", file=sys.stderr)
     if env.rank == 0:
         for warning in config.warnings():
             print(f"warning: {warning}", file=sys.stderr)

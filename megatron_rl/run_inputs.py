@@ -9,7 +9,7 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.families import Architecture, read_architecture
 from megatron_rl.rewards.base import RewardFunction, check_signature, load_reward
 from megatron_rl.rollout.prompts import Prompt, PromptFile, PromptStream
-from megatron_rl.rollout.tokenizer import TextTokenizer
+from megatron_rl.text import TextTokenizer
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from megatron_rl.generation.sequence import SamplingParams
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.batch import RolloutBatch, make_batch
 from megatron_rl.rollout.prompts import Prompt
-from megatron_rl.rollout.tokenizer import TextTokenizer
+from megatron_rl.text import TextTokenizer
 
 
 def engine_settings(config: Config) -> EngineSettings:

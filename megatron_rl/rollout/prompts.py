@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_rl.config import ConfigError
-from megatron_rl.rollout.tokenizer import TextTokenizer
+from megatron_rl.text import TextTokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

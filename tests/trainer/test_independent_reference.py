@@ -1,0 +1,82 @@
+"""Layer: gloo ranks. Three PPO steps equal a plain transformers + torch PPO in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.trainer import run_case
+from tests.trainer.plain_ppo import PlainPPO
+
+LR, EPS, KL = 1e-3, 1e-3, 0.05
+
+
+def steps_with_samples(rank, world, values, count):
+    """Runs steps; returns metrics, every sample in the batch's order, and the final weights."""
+    from megatron_rl import Config, Trainer
+    from megatron_rl.convert.huggingface import gathered_tensors
+
+    trainer = Trainer(Config.from_dict(values))
+    rounds, original = [], trainer._update
+
+    def record(batch):
+        rounds.append([
+            (int(batch.group_B[i]), i, batch.sequences[i], batch.prompt_lengths[i],
+             float(batch.scores_B[i]), bool(batch.finished_B[i]))
+            for i in range(len(batch))
+        ])  # fmt: skip
+        return original(batch)
+
+    trainer._update = record
+    try:
+        metrics = [trainer.step() for _ in range(count)]
+        models = [trainer.models.actor.model, trainer.models.critic.model]
+        weights = [{k: v for k, v in gathered_tensors(m) if v is not None} for m in models]
+        return metrics, rounds, weights, trainer.groups.dp_rank
+    finally:
+        trainer.close()
+
+
+def ordered(results, step: int) -> list[dict]:
+    """All replicas' samples of a step in the order of their number in the run."""
+    replicas = {r[3]: r[1][step] for r in results}
+    samples = sorted((s for part in replicas.values() for s in part), key=lambda s: (s[0], s[1]))
+    return [
+        dict(tokens=tokens, prompt=prompt, score=score, finished=finished)
+        for _, _, tokens, prompt, score, finished in samples
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "world, layout",
+    [
+        (1, {}),
+        (4, dict(parallel__tp=2, parallel__sp=True)),
+        pytest.param(8, dict(parallel__tp=2, parallel__pp=2), marks=pytest.mark.slow),
+    ],
+)
+def test_three_steps_equal_plain_ppo(ranks, tiny_model, tmp_path, world, layout):
+    folder = str(tiny_model("llama"))
+    optimizer = {"lr": LR, "eps": EPS, "clip_grad": 1.0}
+    values = run_case.settings(
+        folder, tmp_path, training__actor=optimizer, training__critic=optimizer,
+        algorithm__kl={"placement": "reward", "estimator": "k1", "coef": KL}, **layout,
+    )  # fmt: skip
+    results = ranks(world, steps_with_samples, values, 3, timeout=500)
+    metrics, _, (actor, critic), _ = results[0]
+    plain = PlainPPO(folder, lr=LR, eps=EPS, kl_coef=KL)
+    for step in range(3):
+        samples = ordered(results, step)
+        assert len(samples) == 16
+        losses = plain.step(samples, [list(range(8)), list(range(8, 16))], epochs=2)
+        assert metrics[step]["policy/loss"] == pytest.approx(losses["policy"], rel=1e-3, abs=1e-5)
+        assert metrics[step]["value/loss"] == pytest.approx(losses["value"], rel=1e-3, abs=1e-5)
+    start = dict(PlainPPO(folder, lr=LR, eps=EPS, kl_coef=KL).actor.named_parameters())
+    for name, want in plain.actor.named_parameters():
+        moved = (want - start[name]).abs().max()
+        error = (actor[name].double() - want).abs().max()
+        assert error < 0.01 * moved + 1e-6, f"{name}: error {error:.1e}, moved {moved:.1e}"
+    for name, want in [*plain.critic.named_parameters(prefix="model"), ("score.weight",
+                                                                       plain.head.weight)]:
+        torch.testing.assert_close(critic[name].double(), want.detach(), atol=2e-5, rtol=1e-3)

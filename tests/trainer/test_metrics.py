@@ -1,0 +1,75 @@
+"""Layer: gloo ranks. docs/metrics.md lists exactly what runs log, on every layout."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.trainer import run_case
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+ONLY_SOMETIMES = {
+    "kl/loss", "kl/ref_loss_estimate", "perf/gpu_memory_gb", "perf/old_logprobs_seconds",
+}  # fmt: skip
+
+
+def run_all(rank, world, values):
+    """A whole run with evaluation and checkpoints."""
+    from megatron_rl import Config, Trainer
+
+    trainer = Trainer(Config.from_dict(values))
+    try:
+        return trainer.train()
+    finally:
+        trainer.close()
+
+
+def tensorboard_tags(folder: Path) -> set[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return set(events.Tags()["scalars"])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", [dict(parallel__pp=2), dict(parallel__tp=2)])
+def test_documented_tags_are_the_logged_tags(ranks, tiny_model_dir, tmp_path, layout):
+    values = run_case.settings(
+        str(tiny_model_dir), tmp_path, checkpoint__save_interval=1, training__steps=2,
+        evaluation__at_end=True, evaluation__at_start=True, checkpoint__export_huggingface=True,
+        algorithm__kl={"placement": "loss", "estimator": "k2", "coef": 0.1}, **layout,
+    )  # fmt: skip
+    ranks(2, run_all, values)
+    run = tmp_path / "run"
+    documented = set(re.findall(r"`([a-z]+/[a-z0-9_]+)`", DOCS.read_text()))
+    tags = tensorboard_tags(run / "tensorboard")
+    assert tags <= documented, tags - documented
+    missing = documented - tags - {"perf/gpu_memory_gb"}
+    assert not missing, missing
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {key for row in rows for key in row} - {"step"} == tags
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {s["step"] for s in samples} == {1, 2} and all(s["response"] for s in samples)
+    _check_export(run / "huggingface", tiny_model_dir)
+
+
+def _check_export(folder: Path, source: Path) -> None:
+    """Same names and bytes as the source, loads strictly, and the weights did change."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    before = load_file(source / "model.safetensors")
+    after = load_file(folder / "model.safetensors")
+    assert {k: v.shape for k, v in before.items()} == {k: v.shape for k, v in after.items()}
+    assert sum(v.nbytes for v in before.values()) == sum(v.nbytes for v in after.values())
+    assert any(not torch.equal(before[k], after[k]) for k in before)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    transformers.AutoTokenizer.from_pretrained(folder)
