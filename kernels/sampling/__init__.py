@@ -6,9 +6,10 @@ The draw is Gumbel-max (Gumbel 1954; Maddison et al. 2014): with independent g_i
 
 The noise g_i is a pure function of (stream, position, global token id), so a token depends neither
 on how the vocabulary is cut over ranks nor on its batch mates: a maximum has no rounding. (An
-inverse CDF over fp32 shard sums does: each of its V boundaries moves by rounding, and on flat
-distributions that changes a token in a thousand.) One pass over the logits yields a record of five
-numbers per token and shard; records merge in any grouping, so ranks all-gather 20 bytes a token:
+inverse CDF over fp32 shard sums has: each of its V boundaries moves, which on four shards of a
+nearly flat 128k vocabulary changed one token in twenty; see bench.py.) One pass over the logits
+yields a record of five numbers per token and shard; records merge in any grouping, so ranks
+all-gather 20 bytes a token:
 
     records_R5T = all_gather(sample_shard(logits_TV, ...))      # one collective
     sample = merge(records_R5T)                                 # the same on every rank
@@ -26,13 +27,11 @@ from torch import Tensor
 
 from ..backend import use_triton
 from . import reference
+from .arguments import check_rows
 from .noise import stream_key
 from .threshold import kept_threshold
 
 __all__ = ["Sample", "kept_threshold", "merge", "sample", "sample_shard", "stream_key"]
-
-# Token ids travel in fp32 records, which hold integers exactly up to here.
-MAX_VOCAB = 2**24
 
 
 class Sample(NamedTuple):
@@ -80,7 +79,7 @@ def sample_shard(
     Raises:
         ValueError: shapes or devices that do not fit, or a vocabulary above 2^24.
     """
-    _check(logits_TV, vocab_size, temperature_T, stream_T, position_T, threshold_T)
+    check_rows(logits_TV, vocab_size, temperature_T, stream_T, position_T, threshold_T)
     if use_triton("sampling", logits_TV, backend):
         from . import kernel
 
@@ -121,29 +120,10 @@ def sample(
     backend: str = "auto",
 ) -> Sample:
     """`merge` of one `sample_shard`, for a vocabulary that is not cut; one launch less on a GPU."""
-    _check(logits_TV, vocab_size, temperature_T, stream_T, position_T, threshold_T)
+    check_rows(logits_TV, vocab_size, temperature_T, stream_T, position_T, threshold_T)
     inputs = (logits_TV, temperature_T, stream_T, position_T, vocab_size, 0, threshold_T)
     if use_triton("sampling", logits_TV, backend):
         from . import kernel
 
         return Sample(*kernel.choose(kernel.shard_records(*inputs)))
     return Sample(*reference.choose(reference.sample_shard(*inputs)[None]))
-
-
-def _check(logits: Tensor, vocab_size: int, *per_row: Tensor | None) -> None:
-    if logits.ndim != 2 or logits.stride(-1) != 1:
-        raise ValueError(
-            f"logits must be [T, V] with contiguous rows, got {tuple(logits.shape)} with strides "
-            f"{logits.stride()}"
-        )
-    if not 0 < vocab_size <= MAX_VOCAB:
-        raise ValueError(f"vocab_size={vocab_size} must be between 1 and {MAX_VOCAB}")
-    for tensor in per_row:
-        if tensor is None:
-            continue
-        if tensor.shape != logits.shape[:1]:
-            raise ValueError(
-                f"{len(logits)} rows need per-row tensors of that length, got {tuple(tensor.shape)}"
-            )
-        if tensor.device != logits.device:
-            raise ValueError(f"per-row tensor on {tensor.device}, logits on {logits.device}")

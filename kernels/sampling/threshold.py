@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backend import use_triton
+from .arguments import check_rows
 
 DIGIT_BITS = 4
 DIGITS = 1 << DIGIT_BITS
@@ -56,7 +57,11 @@ def kept_threshold(
     Returns:
         fp32 `[T]`; −inf where a row keeps all. For bf16 and fp16 logits a negative threshold may
         lie between the lowest kept logit and the next value below it.
+
+    Raises:
+        ValueError: shapes or devices that do not fit, or a vocabulary above 2^24.
     """
+    check_rows(logits_TV, vocab_size, temperature_T, top_k_T, top_p_T)
     real = max(0, min(logits_TV.shape[1], vocab_size - vocab_start))
     logits_TV = logits_TV[:, :real]
     search = _Search(logits_TV, temperature_T, group, use_triton("sampling", logits_TV, backend))

@@ -138,7 +138,7 @@ def _megatron_settings(
         optimizer=settings.name, lr=settings.lr, min_lr=settings.min_lr,
         weight_decay=settings.weight_decay, adam_beta1=settings.beta1, adam_beta2=settings.beta2,
         adam_eps=settings.eps, sgd_momentum=settings.momentum, clip_grad=0.0,
-        bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype,
+        initial_loss_scale=2.0**16, bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype,
         use_distributed_optimizer=distributed_optimizer,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.kernels.sampling import merge, sample, sample_shard, stream_key
+from megatron_rl.kernels.sampling import kept_threshold, merge, sample, sample_shard, stream_key
 from megatron_rl.kernels.sampling.noise import gumbel, noise_bits
 
 PINNED_KEYS = [-6411193824288604561, -4838594755968170389, 3096796635518069300]
@@ -245,5 +245,8 @@ def test_bad_input_is_named(change, message):
     for draw in (sample, sample_shard):
         with pytest.raises(ValueError, match=message):
             draw(**(good | change))
+    search = {k: v for k, v in (good | change).items() if k not in ("stream_T", "position_T")}
+    with pytest.raises(ValueError, match=message):
+        kept_threshold(**search, top_k_T=index)
     with pytest.raises(ValueError, match=r"fp32 \[R, 5, T\]"):
         merge(torch.zeros(2, 4, 3))
