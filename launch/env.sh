@@ -30,6 +30,10 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
 export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}"
 export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}"
 
+# For --max-restarts: torchrun would hand its first key-value store to the restarted ranks too, where
+# Gloo finds the addresses of ranks that are dead and waits for them.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
+
 # Rank processes are forked into data and checkpoint workers after the tokenizer was used; its own
 # threads would deadlock there.
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.comm.hierarchy import NodeGroups, build_node_groups
 from megatron_rl.config import Config
 from megatron_rl.convert.huggingface import load_huggingface
 from megatron_rl.engine.optimizer import Trainable
@@ -95,4 +97,14 @@ def _trainable(role: str, config: Config, inputs: RunInputs, groups: ParallelGro
         distributed_optimizer=training.distributed_optimizer,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=config.parallel.overlap_param_gather,
+        compression=training.gradient_compression, nodes=_node_groups(config, groups),
     )  # fmt: skip
+
+
+def _node_groups(config: Config, groups: ParallelGroups) -> NodeGroups | None:
+    """Groups inside and between nodes for the hierarchical int8 reduction."""
+    compression = config.training.gradient_compression
+    if not (compression.enable and compression.hierarchical):
+        return None
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", groups.layout.world_size))
+    return build_node_groups(groups.layout.group_ranks({"dp"}), ranks_per_node)

@@ -257,6 +257,10 @@ class Trainer:
         manager.add_state("kl", self.kl)
         manager.add_state("prompts", self.inputs.stream)
         manager.add_rank_state("rng", RngState())
+        for trainable in (self.models.actor, self.models.critic):
+            for index, part in enumerate(trainable.compression if trainable else []):
+                name = f"{trainable.model.role}_gradient_compression_{index}"
+                manager.add_rank_state(name, part)
         return manager
 
     def _resume(self) -> None:

@@ -115,8 +115,11 @@ def _largest_key(enough: Callable[[Tensor], Tensor], key_CV: Tensor) -> Tensor:
 
 
 def _ordered_int(x: Tensor) -> Tensor:
-    """int32 that compares like the float32: negative floats have their other bits flipped."""
-    bits = (x + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, its equal
+    """int32 that compares like the float32: negative floats have their other bits flipped.
+
+    -0.0 comes out below 0.0; the threshold is compared as a float, so both are kept all the same.
+    """
+    bits = x.view(torch.int32)
     return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 

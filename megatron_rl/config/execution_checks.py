@@ -97,10 +97,9 @@ def _check_optimizers(config: Config) -> None:
 def _check_compression(config: Config) -> None:
     compression, prefix = config.training.gradient_compression, "training.gradient_compression"
     size = compression.block_size
-    if size & (size - 1):
-        below = 1 << (size.bit_length() - 1)
-        way_out = f"use {below} or {2 * below}"
-        refuse(f"{prefix}.block_size", size, "must be a power of two", way_out)
+    if size not in (128, 256, 512):
+        rule = "must be a power of two for which there are kernels"
+        refuse(f"{prefix}.block_size", size, rule, "use 128, 256 or 512")
     refuse_idle_options(compression, prefix)
     if compression.enable and config.training.grad_reduce == "manual":
         rule = "compression works in the gradient buckets, and training.grad_reduce=manual has none"

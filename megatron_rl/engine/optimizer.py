@@ -16,7 +16,9 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rl.config.training import OptimizerSettings
+from megatron_rl.comm.grad_sync import install
+from megatron_rl.comm.hierarchy import NodeGroups
+from megatron_rl.config.training import GradientCompressionSettings, OptimizerSettings
 from megatron_rl.engine.schedule import finalise_gradients
 from megatron_rl.models.gpt import ParallelModel
 
@@ -43,7 +45,16 @@ class Trainable:
         self, model: ParallelModel, settings: OptimizerSettings, *, total_steps: int,
         distributed_optimizer: bool = True, overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
+        compression: GradientCompressionSettings | None = None,
+        nodes: NodeGroups | None = None,
     ) -> None:  # fmt: skip
+        """Wraps `model` in place.
+
+        Args:
+            total_steps: optimizer steps over which the learning rate decays.
+            compression: reduce gradients in int8 (`training.gradient_compression`).
+            nodes: this rank's node groups where the compression is hierarchical.
+        """
         self.model, self.settings = model, settings
         config = model.config
         ddp_config = DistributedDataParallelConfig(
@@ -57,6 +68,10 @@ class Trainable:
             )
             for index, chunk in enumerate(model.chunks)
         ]  # fmt: skip
+        compress = compression is not None and compression.enable
+        self.compression = [
+            install(chunk, compression, nodes=nodes) for chunk in model.wrapped if compress
+        ]
         optimizer_config = _megatron_settings(model, settings, distributed_optimizer)
         self.optimizer = get_megatron_optimizer(
             optimizer_config, model.wrapped,
@@ -96,6 +111,8 @@ class Trainable:
         overflow = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if overflow or not math.isfinite(norm):
+            for part in self.compression:
+                part.step_skipped()
             return StepResult(grad_norm=norm, skipped=True, lr=lr)
         for part in optimizer.chained_optimizers:
             parameters = part.get_parameters()
@@ -138,7 +155,8 @@ def _megatron_settings(
         optimizer=settings.name, lr=settings.lr, min_lr=settings.min_lr,
         weight_decay=settings.weight_decay, adam_beta1=settings.beta1, adam_beta2=settings.beta2,
         adam_eps=settings.eps, sgd_momentum=settings.momentum, clip_grad=0.0,
-        initial_loss_scale=2.0**16, bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype,
+        initial_loss_scale=2.0**16, bf16=config.bf16, fp16=config.fp16,
+        params_dtype=config.params_dtype,
         use_distributed_optimizer=distributed_optimizer,
     )  # fmt: skip
 

@@ -11,8 +11,11 @@ D head dimension, L longest sequence.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -177,9 +180,15 @@ def _packed_varlen(
         return _packed_as_grid(q_THD, k_TGD, v_TGD, batch, scale)
     out = varlen_attn(
         q_THD[:real], k_TGD[:real], v_TGD[:real], batch.cu_seqlens_B1, batch.cu_seqlens_B1,
-        longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True,
+        longest, longest, scale=scale, window_size=(-1, 0), **_grouped_heads(varlen_attn),
     )  # fmt: skip
     return F.pad(out, (0, 0, 0, 0, 0, len(q_THD) - real)) if real < len(q_THD) else out
+
+
+@functools.cache
+def _grouped_heads(varlen_attn: Callable) -> dict[str, bool]:
+    """torch 2.11 takes fewer KV heads as they are; later versions want to be told."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def paged_attention(

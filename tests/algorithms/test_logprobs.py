@@ -161,10 +161,16 @@ def test_does_not_write_into_the_logits():
         assert torch.equal(x.detach(), before)
 
 
-def test_huge_logits_and_impossible_tokens_stay_finite():
+@pytest.mark.parametrize("temperature", [0.1, 1.0])
+def test_huge_logits_and_impossible_tokens_stay_finite(temperature):
     x = torch.tensor([[3e4, -3e4, 0.0], [0.0, -math.inf, 1.0]], requires_grad=True)
     logp, entropy = vocab_parallel_logprobs(
-        x, torch.tensor([0, 2]), vocab_size=3, with_entropy=True, **WHOLE
+        x,
+        torch.tensor([0, 2]),
+        vocab_size=3,
+        temperature=temperature,
+        with_entropy=True,
+        **WHOLE,
     )
     (logp + entropy).sum().backward()
     assert logp.isfinite().all() and entropy.isfinite().all() and x.grad.isfinite().all()

@@ -55,6 +55,12 @@ def test_limits_may_differ_by_row():
     assert got.tolist() == [3.0, -math.inf, 1.0, 3.0]
 
 
+def test_top_p_counts_probability_among_what_top_k_kept():
+    logits = tensor([[0.40, 0.35, 0.25]]).log()
+    assert threshold(logits, 0, 0.5).item() == logits[0, 1].item()
+    assert threshold(logits, 2, 0.5).item() == logits[0, 0].item()  # 0.40 / 0.75 > 0.5
+
+
 def test_vocabulary_padding_is_never_kept():
     logits = tensor([[0.0, 1.0, 9.0, 9.0]])
     assert threshold(logits, 1, 1.0, vocab_size=2, padded_vocab_size=4).item() == 1.0

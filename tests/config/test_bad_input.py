@@ -157,7 +157,7 @@ CASES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("training.actor.momentum=0.9",), ("actor.momentum = 0.9", "only sgd", "name=sgd")),
     (
         ("training.gradient_compression.block_size=100",),
-        ("gradient_compression.block_size = 100", "power of two", "64 or 128"),
+        ("gradient_compression.block_size = 100", "power of two", "128, 256 or 512"),
     ),
     (
         ("training.gradient_compression.error_feedback=true",),

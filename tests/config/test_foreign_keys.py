@@ -92,7 +92,6 @@ REFUSED = [
     ("training.distributed_optimizer=true", ("training.grad_reduce, which is given", "keep one")),
     ("parallel.distributed_optimizer=maybe", ("= 'maybe'", "true or false", "use true or false")),
     ("checkpoint_config.compress=true", ("checkpoint_config.compress", "no such setting")),
-    ("gradient_compression={enable: true}", ("gradient_compression.enable = true", "not supp")),
     ("generation_backend=sglang", ("rollout.backend = 'sglang'", "megatron or vllm", "give")),
     ("actor_offload=true", ("hybrid_engine.actor_offload = true", "section", "mapping")),
 ]

@@ -1,0 +1,190 @@
+"""Loss of a small model trained with fp32 and with int8 gradient reduction, drawn over each other.
+
+    torchrun --nproc_per_node 2 benchmarks/int8_training.py --picture docs/int8_training.svg
+
+Next-token training on bytes of Python's own standard library, from one initialisation and one
+order of data; only ``training.gradient_compression`` differs between the runs. Prints the mean loss
+of the last 50 steps of each run, relative to fp32, and draws the curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl import cuda_on_cpu
+
+SEQUENCE, SEQUENCES = 128, 8  # tokens of a sequence, sequences per replica and step
+TAIL = 50
+RUNS = {
+    "fp32": None,
+    "int8": {},
+    "int8, error feedback": {"error_feedback": True},
+    "int8, stochastic rounding": {"stochastic_rounding": True},
+}
+COLOURS = ("#222222", "#d95f02", "#1b9e77", "#7570b3")
+
+
+def corpus() -> torch.Tensor:
+    """Bytes of the standard library's top-level modules, in a fixed order."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"\n".join(file.read_bytes() for file in files)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def write_model(folder: Path) -> None:
+    """A Llama of 0.4 M parameters over bytes."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=24, vocab_size=256, max_position_embeddings=SEQUENCE,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).float().save_pretrained(folder)
+
+
+def batch(data: torch.Tensor, step: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step * 1000 + rank)
+    starts = torch.randint(0, len(data) - SEQUENCE, (SEQUENCES,), generator=generator)
+    return [data[start : start + SEQUENCE] for start in starts.tolist()]
+
+
+def build(folder: Path, compression: dict | None, steps: int, sharded: bool):
+    """A trainable model; gradients in int8 when ``compression`` is not None."""
+    from megatron_rl.comm.grad_sync import install
+    from megatron_rl.config.training import GradientCompressionSettings, OptimizerSettings
+    from megatron_rl.convert.huggingface import load_huggingface
+    from megatron_rl.engine.optimizer import Trainable
+    from megatron_rl.models.families import read_architecture
+    from megatron_rl.models.gpt import build_model
+    from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
+
+    groups = ParallelGroups(layout=Layout(world_size=dist.get_world_size()))
+    seed_model_parallel(0, groups)
+    model = build_model("actor", read_architecture(folder), groups, dtype="fp32", trainable=True)
+    load_huggingface(model, folder)
+    # The rate decays, or chance alone moves the last losses of two equal runs by a per cent.
+    settings = OptimizerSettings(
+        name="adam", lr=1e-3, schedule="cosine", warmup_steps=20, clip_grad=1.0
+    )
+    trainable = Trainable(
+        model, settings, total_steps=steps, distributed_optimizer=sharded, overlap_grad_reduce=True
+    )
+    if compression is not None:
+        choice = GradientCompressionSettings(enable=True, min_bucket_elements=0, **compression)
+        for chunk in model.wrapped:
+            install(chunk, choice)
+    return trainable
+
+
+def losses(trainable, data: torch.Tensor, steps: int) -> list[float]:
+    """Mean loss per token over all ranks, step by step."""
+    from megatron_rl.algorithms.logprobs import vocab_parallel_logprobs
+    from megatron_rl.engine.microbatch import pack
+    from megatron_rl.engine.schedule import forward_backward
+
+    model, groups = trainable.model, trainable.model.groups
+    tokens = SEQUENCES * (SEQUENCE - 1) * groups.layout.dp
+
+    def loss(logits, part):
+        logp = vocab_parallel_logprobs(
+            logits, part.labels_N, group=groups.tp, vocab_start=model.vocab_start,
+            vocab_size=model.arch.vocab, padded_vocab_size=model.padded_vocab,
+        )  # fmt: skip
+        value = -logp.sum() / tokens
+        return value, {"loss": value.detach().clone()}
+
+    history = []
+    for step in range(steps):
+        sequences = batch(data, step, groups.dp_rank)
+        part = pack(sequences, [1] * SEQUENCES, model=model, rows="response",
+                    samples=list(range(SEQUENCES)), fields={})  # fmt: skip
+        trainable.zero_grad()
+        metrics = forward_backward(model, [part], loss, 1)
+        trainable.step()
+        total = metrics[0]["loss"]
+        dist.all_reduce(total, group=groups.dp)
+        history.append(float(total))
+    return history
+
+
+def smoothed(values: list[float], width: int = 10) -> list[float]:
+    return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width)
+            for i in range(len(values))]  # fmt: skip
+
+
+def draw(curves: dict[str, list[float]], path: Path) -> None:
+    """The curves over each other (mean of 10 steps), as an SVG."""
+    width, height, left, bottom = 760, 400, 60, 40
+    lines = {name: smoothed(values) for name, values in curves.items()}
+    low = min(min(v) for v in lines.values())
+    high = max(max(v) for v in lines.values())
+    steps = max(len(v) for v in lines.values())
+
+    def x(step: float) -> float:
+        return left + step / max(1, steps - 1) * (width - left - 20)
+
+    def y(value: float) -> float:
+        return 20 + (high - value) / (high - low) * (height - bottom - 20)
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+             'font-family="sans-serif" font-size="12">'
+             f'<rect width="{width}" height="{height}" fill="white"/>']  # fmt: skip
+    for tick in range(6):
+        value = low + (high - low) * tick / 5
+        parts.append(f'<path d="M{left} {y(value):.1f}H{width - 20}" stroke="#ddd"/>'
+                     f'<text x="8" y="{y(value) + 4:.1f}">{value:.2f}</text>')  # fmt: skip
+        step = (steps - 1) * tick // 5
+        parts.append(f'<text x="{x(step) - 8:.1f}" y="{height - 18}">{step}</text>')
+    parts.append(f'<text x="{width / 2}" y="{height - 4}">optimizer step</text>'
+                 f'<text x="{left + 6}" y="14">loss per token (nats)</text>')  # fmt: skip
+    for index, (name, values) in enumerate(lines.items()):
+        points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(values))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[index]}" '
+                     'stroke-width="1.5" stroke-opacity="0.8"/>'
+                     f'<text x="{width - 220}" y="{40 + 18 * index}" fill="{COLOURS[index]}">'
+                     f"{name}</text>")  # fmt: skip
+    path.write_text("\n".join([*parts, "</svg>"]))
+
+
+def report(name: str, curves: dict[str, list[float]]) -> None:
+    tail, exact = (sum(curves[run][-TAIL:]) / TAIL for run in (name, "fp32"))
+    line = {"run": name, "tail_loss": round(tail, 5), "against_fp32": f"{tail / exact - 1:+.3%}"}
+    print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--picture", type=Path, help="SVG to write")
+    parser.add_argument("--sharded", action="store_true", help="distributed optimizer")
+    options = parser.parse_args()
+    cuda_on_cpu.enable()
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    data, curves = corpus(), {}
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        if dist.get_rank() == 0:
+            write_model(Path(own))
+        dist.broadcast_object_list(shared)
+        for name, compression in RUNS.items():
+            trainable = build(Path(shared[0]), compression, options.steps, options.sharded)
+            curves[name] = losses(trainable, data, options.steps)
+            if dist.get_rank() == 0:
+                report(name, curves)
+    if dist.get_rank() == 0 and options.picture:
+        draw(curves, options.picture)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
