@@ -2,7 +2,7 @@
 
     python -m launch.make_sums          # .cache/sums/train.jsonl and heldout.jsonl
 
-One JSON object a line: {"prompt": "3 + 4 = 7\\n12 + 5 = 17\\n{a} + {b} =", "answer": "{a + b}"}.
+One JSON object a line: {"prompt": "3+4=7\\n12+5=17\\n{a}+{b}=", "answer": "{a + b}"}.
 """
 
 import argparse
@@ -50,8 +50,8 @@ def write_sums(folder: Path, seed: int = 0) -> tuple[Path, Path]:
 
 
 def _problem(a: int, b: int) -> dict[str, str]:
-    solved = "".join(f"{x} + {y} = {x + y}\n" for x, y in SHOTS)
-    return {"prompt": f"{solved}{a} + {b} =", "answer": str(a + b)}
+    solved = "".join(f"{x}+{y}={x + y}\n" for x, y in SHOTS)
+    return {"prompt": f"{solved}{a}+{b}=", "answer": str(a + b)}
 
 
 def main() -> None:

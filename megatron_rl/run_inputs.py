@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.algorithms.plugins import (
+    ADVANTAGE_FUNCTION_ARGS,
+    POLICY_LOSS_FUNCTION_ARGS,
+    load_function,
+)
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.families import Architecture, read_architecture
 from megatron_rl.rewards.base import RewardFunction, check_signature, load_reward
@@ -30,6 +35,7 @@ class RunInputs:
         Raises:
             ConfigError: one sentence that names the setting, its value, the rule and the way out.
         """
+        _check_plugins(config)
         architectures = {role: _architecture(config, role) for role in _roles(config)}
         actor = architectures["actor"]
         folder = config.model.tokenizer.path or config.role_path("actor")
@@ -74,6 +80,21 @@ class RunInputs:
             )
         count = min(self.config.evaluation.prompts or len(self.eval_file), len(self.eval_file))
         return [self.eval_file[i] for i in range(count)]
+
+
+def _check_plugins(config: Config) -> None:
+    """Imports the user's own estimator and loss now, not at the first update."""
+    for name, arguments in (
+        ("advantage_function", ADVANTAGE_FUNCTION_ARGS),
+        ("policy_loss_function", POLICY_LOSS_FUNCTION_ARGS),
+    ):
+        function = getattr(config.algorithm, name)
+        try:
+            if function is not None:
+                load_function(function, arguments)
+        except ValueError as error:
+            setting = f"algorithm.{name}"
+            raise ConfigError(f"{setting}: {error}", setting=setting) from error
 
 
 def _roles(config: Config) -> list[str]:

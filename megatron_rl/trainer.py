@@ -6,6 +6,7 @@ phase is one call into the module that knows how.
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,19 @@ class Trainer:
         self.models: Models = build_models(config, self.inputs, env.world_size)
         self.groups = self.models.actor.model.groups
         kl = config.algorithm.kl
+        log.info(
+            "rank %d of %d on %s, %s; tp %d dp %d pp %d of %s",
+            env.rank, env.world_size, self.runtime.device, config.training.dtype,
+            self.groups.tp_rank, self.groups.dp_rank, self.groups.pp_rank, self.groups.layout,
+        )  # fmt: skip
         self.kl = (
             AdaptiveKL(kl.coef, target=kl.adaptive.target, horizon=kl.adaptive.horizon)
             if kl.adaptive.enable
             else FixedKL(kl.coef)
         )
-        self.step_count = 0
+        self.step_count, self.closed = 0, False
         self.critic_biased = False
+        self.last_metrics: dict[str, float] = {}
         self.timer = PhaseTimer(self.runtime.device)
         self.checkpoints = self._checkpoints()
         self._resume()
@@ -99,7 +106,6 @@ class Trainer:
             metrics |= {f"end/{k}": v for k, v in self.evaluate().items()}
         if config.checkpoint.export_huggingface:
             self.export(Path(config.run_dir) / "huggingface")
-        self.checkpoints.wait()
         return metrics
 
     def step(self) -> dict[str, float]:
@@ -125,6 +131,7 @@ class Trainer:
         )  # fmt: skip
         if "kl/ref_per_response" in metrics:
             self.kl.update(metrics["kl/ref_per_response"], self.config.samples_per_step)
+        self.last_metrics = metrics
         self._log(batch, metrics)
         return metrics
 
@@ -151,7 +158,7 @@ class Trainer:
     def save(self) -> Path:
         """Writes a checkpoint of this step; resuming from it continues exactly."""
         with self.timer.phase("checkpoint"):
-            return self.checkpoints.save(self.step_count)
+            return self.checkpoints.save(self.step_count, metrics=self.last_metrics)
 
     def export(self, folder: str | Path) -> None:
         """Writes the actor as a Hugging Face folder."""
@@ -166,6 +173,11 @@ class Trainer:
         if self.writers is not None:
             self.writers.close()
             self.writers = None
+        if not self.closed:
+            self.closed = True
+            # Waits for a background save; skipped after a crash, when other ranks may not answer.
+            if sys.exc_info()[0] in (None, StoppedBySignal):
+                self.checkpoints.close()
         self.runtime.close()
 
     # ---- phases --------------------------------------------------------------------------------
@@ -247,8 +259,9 @@ class Trainer:
         settings = self.config.checkpoint
         manager = CheckpointManager(
             self.config.checkpoint_dir, groups=self.groups, keep_last=settings.keep_last,
-            keep_every=settings.keep_every, async_save=settings.async_save,
-            on_corrupt=settings.on_corrupt,
+            keep_every=settings.keep_every, best_metric=settings.best_metric,
+            async_save=settings.async_save, on_corrupt=settings.on_corrupt,
+            config=self.config.to_dict(),
         )  # fmt: skip
         manager.add_trainable("actor", self.models.actor)
         if self.models.critic is not None:
@@ -270,6 +283,8 @@ class Trainer:
         step = self.checkpoints.load(None if resume == "auto" else Path(resume))
         if step is not None:
             log.info("resumed from step %d", step)
+        for note in self.checkpoints.notes:
+            log.warning("%s", note)
 
     def _save_if_due(self) -> None:
         every, step = self.config.checkpoint.save_interval, self.step_count

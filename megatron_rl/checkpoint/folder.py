@@ -122,11 +122,15 @@ def fsync(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a small file that is never seen half-written, and forces it to storage."""
     aside = path.with_name(f".{path.name}.new")
-    with aside.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    aside.rename(path)
+    try:
+        with aside.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        aside.rename(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
     fsync(path.parent)
 
 

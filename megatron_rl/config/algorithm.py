@@ -49,8 +49,8 @@ class ImportanceSamplingSettings:
     """Weight each token by min(exp(training - generation log-prob), cap)."""
     cap: float = setting(2.0, above=0)
     """Upper bound of the weight (truncated importance sampling)."""
-    sequence_mask_threshold: float | None = setting(None, above=0)
-    """Drop sequences whose mean |difference| of log-probs exceeds this; null drops none."""
+    sequence_mask_threshold: float | None = setting(None, above=1)
+    """Drop sequences whose mean ratio lies outside 1/threshold … threshold; null drops none."""
 
 
 @dataclass(**SECTION)

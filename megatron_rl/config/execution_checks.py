@@ -88,6 +88,10 @@ def _check_optimizers(config: Config) -> None:
             rule = f"is longer than the run of training.steps={config.training.steps}"
             way_out = f"use at most {config.training.steps}"
             refuse(f"{prefix}.warmup_steps", optimizer.warmup_steps, rule, way_out)
+        if optimizer.name == "sgd" and config.training.distributed_optimizer:
+            rule = "Megatron's distributed optimizer works with adam only"
+            way_out = f"set training.grad_reduce=ddp, or {prefix}.name=adam"
+            refuse(f"{prefix}.name", optimizer.name, rule, way_out)
         if optimizer.momentum > 0 and optimizer.name != "sgd":
             rule = f"only sgd has a momentum, and {prefix}.name={optimizer.name}"
             way_out = f"set {prefix}.beta1, or {prefix}.name=sgd"

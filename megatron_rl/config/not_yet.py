@@ -44,6 +44,7 @@ NOT_YET: dict[str, tuple[Predicate, str]] = {
     "algorithm.kl.estimator": (_is("full"), "the KL of the whole distribution"),
     "algorithm.dynamic_sampling.enable": (_is_true, "dynamic sampling"),
     "rollout.backend": (_is("vllm"), "generation by vLLM"),
+    "training.grad_reduce": (_is("manual"), "one all-reduce after accumulation"),
     "hybrid_engine.mode": (_is("micro_dp", "auto"), "a generation layout of its own"),
     "hybrid_engine.share_embeddings": (
         lambda value: value is not False,
@@ -55,8 +56,6 @@ NOT_YET: dict[str, tuple[Predicate, str]] = {
     "hybrid_engine.reference_offload.enable": (_is_true, "offloading the reference model"),
     "hybrid_engine.reward_offload.enable": (_is_true, "offloading the reward model"),
     "hybrid_engine.optimizer_offload.enable": (_is_true, "offloading optimizer states"),
-    "checkpoint.async_save": (_is_true, "asynchronous saving"),
-    "checkpoint.best_metric": (_is_given, "keeping the best checkpoint by a metric"),
     "monitor.wandb": (_is_true, "Weights & Biases"),
     "monitor.profile.steps": (bool, "profiler traces"),
     "comm_trace.enable": (_is_true, "the communication trace"),

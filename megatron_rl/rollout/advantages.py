@@ -10,6 +10,7 @@ from megatron_rl.algorithms import advantages as estimators
 from megatron_rl.algorithms import reward_shaping as shaping
 from megatron_rl.algorithms.kl import kl_penalty
 from megatron_rl.algorithms.plugins import ADVANTAGE_FUNCTION_ARGS, load_function
+from megatron_rl.algorithms.rollout_correction import sequence_drift_mask
 from megatron_rl.algorithms.whitening import whiten
 from megatron_rl.config import Config
 from megatron_rl.rollout.batch import RolloutBatch
@@ -39,8 +40,13 @@ def estimate_advantages(
     Needs `scores_B`; `old_logprobs` and `ref_logprobs` where the KL is part of the reward; `values`
     and `bootstrap` with a critic. Whole groups must be on one replica.
     """
-    algorithm, tensors, mask_BR = config.algorithm, batch.tensors, batch.mask_BR
+    algorithm, tensors = config.algorithm, batch.tensors
     scores_B = shape_scores(batch, config)
+    threshold = algorithm.importance_sampling.sequence_mask_threshold
+    if algorithm.importance_sampling.enable and threshold is not None:
+        batch.mask_BR = sequence_drift_mask(
+            tensors["old_logprobs"], batch.rollout_logprobs_BR, batch.mask_BR, threshold=threshold
+        )
     mask_BR = batch.mask_BR
     kl_BR = None
     if algorithm.kl.placement == "reward":

@@ -7,7 +7,7 @@ import pytest
 
 from launch.make_sums import SHOTS, sum_problems, write_sums
 
-PROMPT = re.compile(r"3 \+ 4 = 7\n12 \+ 5 = 17\n(\d+) \+ (\d+) =")
+PROMPT = re.compile(r"3\+4=7\n12\+5=17\n(\d+)\+(\d+)=")
 
 
 def pairs(problems):

@@ -170,6 +170,7 @@ def full_disk(rank, world, folder, model):
         while_writing = refusal(lambda: checkpoints.save(2))
     finally:
         manager.check_space = check
+    torch.distributed.barrier()
     names = sorted(p.name for p in folder.iterdir())
     torch.distributed.barrier()
     if rank == 0:
@@ -217,9 +218,26 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(ranks, tiny_mod
         assert "can't be written" in error
 
 
-def background(rank, world, folder, model):
+class Late:
+    """Does a background save's work as late as possible."""
+
+    def __init__(self, work) -> None:
+        self.finish = work
+
+
+def background(rank, world, folder, model, late):
     """Training goes on while a save is written: the snapshot is that of the call."""
-    torch.manual_seed(7)
+    from megatron_rl.checkpoint import manager
+
+    original = manager.Background
+    manager.Background = Late if late else original
+    try:
+        return _save_in_the_background(world, folder, model)
+    finally:
+        manager.Background = original
+
+
+def _save_in_the_background(world, folder, model):
     trainable = case.build(model, world, **ADAM)
     checkpoints = resume.manager(folder, {"actor": trainable}, async_save=True)
     losses = [resume.train_step(trainable, 1) for _ in range(3)]
@@ -239,10 +257,10 @@ def background(rank, world, folder, model):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_background_save_holds_the_moment_of_the_call(ranks, tiny_model, tmp_path, world):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_background_save_holds_the_moment_of_the_call(ranks, tiny_model, tmp_path, late):
     for step, newest, whole, resumed in ranks(
-        world, background, tmp_path, str(tiny_model("llama"))
+        2, background, tmp_path, str(tiny_model("llama")), late
     ):
         assert (step, newest) == (3, "step_00000005")
         resume.assert_same(whole, resumed)

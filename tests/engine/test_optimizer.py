@@ -137,7 +137,7 @@ def test_small_updates_survive_in_fp32_main_weights(ranks, tiny_model):
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_critic_trains_alike_on_every_layout(ranks, tiny_model, dtype):
-    """The value head is fp32, zero at first, right under sequence parallel and on the last stage."""
+    """The value head is fp32, zero at first, right under SP and on the last stage."""
     folder = str(tiny_model("llama_tied"))
     spec = dict(role="critic", optimizer="adam", lr=1e-2, dtype=dtype)
     one = ranks(1, train, folder, spec, 4)[0]

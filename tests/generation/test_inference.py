@@ -69,8 +69,8 @@ def test_limits_and_stop_ids(ranks, tiny_model_dir):
     cut = ranks(1, ask, str(tiny_model_dir), ["abc"],
                 dict(max_new_tokens=20, stop_token_ids=(stop,)))[0][0]  # fmt: skip
     assert cut[0] == tokens[: first + 1] and cut[2] == "stop"
-    held = ranks(1, ask, str(tiny_model_dir), ["abc"],
-                 dict(max_new_tokens=20, stop_token_ids=(stop,), min_new_tokens=15))[0][0]  # fmt: skip
+    held_back = dict(max_new_tokens=20, stop_token_ids=(stop,), min_new_tokens=15)
+    held = ranks(1, ask, str(tiny_model_dir), ["abc"], held_back)[0][0]
     assert stop not in held[0][:14] and len(held[0]) >= 15
     short = ranks(1, ask, str(tiny_model_dir), ["abc"],
                   dict(max_new_tokens=20, max_length=8, ignore_eos=True))[0][0]  # fmt: skip

@@ -1,7 +1,7 @@
 """PPO with transformers and torch alone, in float64: what the trainer is compared with.
 
-Written from the papers (Schulman et al. 2017 for the clipped losses, 2016 for GAE), one sequence at a
-time, with no code of the package.
+Written from the papers (Schulman et al. 2017 for the clipped losses, 2016 for GAE), one sequence at
+a time, with no code of the package.
 """
 
 from __future__ import annotations

@@ -119,6 +119,14 @@ CASES = {
         lambda m, f: {"reward": {"function": "tests.trainer.run_case:write_prompts"}},
         ["signature", "prompts, responses, records"],
     ),
+    "own_loss_signature": (
+        lambda m, f: {"algorithm__policy_loss_function": "tests.trainer.run_case:vowels"},
+        ["algorithm.policy_loss_function", "logp, old_logp, advantages, weights"],
+    ),
+    "own_estimator_missing": (
+        lambda m, f: {"algorithm__advantage_function": "tests.trainer.run_case:nothing"},
+        ["algorithm.advantage_function", "no function 'nothing'"],
+    ),
     "no_reward": (lambda m, f: {"reward": {}}, ["reward.function is null"]),
     "tokenizer_of_another_model": (
         lambda m, f: {"model__actor": {"path": copy_model(m, f, vocab_size=100)}},
