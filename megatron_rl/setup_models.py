@@ -95,6 +95,7 @@ def _trainable(role: str, config: Config, inputs: RunInputs, groups: ParallelGro
         _model(role, config, inputs, groups, trainable=True), getattr(training, role),
         total_steps=training.steps * steps_per_rollout,
         distributed_optimizer=training.distributed_optimizer,
+        one_all_reduce=training.grad_reduce == "manual",
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=config.parallel.overlap_param_gather,
         compression=training.gradient_compression, nodes=_node_groups(config, groups),

@@ -44,7 +44,6 @@ NOT_YET: dict[str, tuple[Predicate, str]] = {
     "algorithm.kl.estimator": (_is("full"), "the KL of the whole distribution"),
     "algorithm.dynamic_sampling.enable": (_is_true, "dynamic sampling"),
     "rollout.backend": (_is("vllm"), "generation by vLLM"),
-    "training.grad_reduce": (_is("manual"), "one all-reduce after accumulation"),
     "hybrid_engine.mode": (_is("micro_dp", "auto"), "a generation layout of its own"),
     "hybrid_engine.share_embeddings": (
         lambda value: value is not False,

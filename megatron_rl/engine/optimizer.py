@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.optimizer import (
     OptimizerConfig,
     get_megatron_optimizer,
@@ -43,8 +45,8 @@ class Trainable:
 
     def __init__(
         self, model: ParallelModel, settings: OptimizerSettings, *, total_steps: int,
-        distributed_optimizer: bool = True, overlap_grad_reduce: bool = False,
-        overlap_param_gather: bool = False,
+        distributed_optimizer: bool = True, one_all_reduce: bool = False,
+        overlap_grad_reduce: bool = False, overlap_param_gather: bool = False,
         compression: GradientCompressionSettings | None = None,
         nodes: NodeGroups | None = None,
     ) -> None:  # fmt: skip
@@ -52,6 +54,8 @@ class Trainable:
 
         Args:
             total_steps: optimizer steps over which the learning rate decays.
+            one_all_reduce: no reduction by Megatron's buckets but one all-reduce of the whole
+                gradient buffer after accumulation (`training.grad_reduce: manual`).
             compression: reduce gradients in int8 (`training.gradient_compression`).
             nodes: this rank's node groups where the compression is hierarchical.
         """
@@ -79,6 +83,9 @@ class Trainable:
             use_gloo_process_groups=False, pg_collection=model.groups.collection(),
         )  # fmt: skip
         config.finalize_model_grads_func = finalise_gradients
+        if one_all_reduce:
+            _detach_buckets(model.wrapped)
+            config.finalize_model_grads_func = _reduce_once_and_finalise
         config.grad_scale_func = self.optimizer.scale_loss if config.fp16 else None
         no_sync = [chunk.no_sync for chunk in model.wrapped]
         if overlap_grad_reduce:
@@ -145,6 +152,31 @@ class Trainable:
         # the position is restored (Megatron's own method adds it to where the schedule stands).
         self.schedule.num_steps = 0
         self.schedule.step(int(state["schedule"]["num_steps"]))
+
+
+class _UnsyncedBucketGroup(_ParamAndGradBucketGroup):
+    """A bucket group that leaves the reduction to somebody else."""
+
+    def start_grad_sync(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def _detach_buckets(chunks: list[torch.nn.Module]) -> None:
+    for chunk in chunks:
+        for group in chunk.bucket_groups:
+            group.__class__ = _UnsyncedBucketGroup
+
+
+def _reduce_once_and_finalise(
+    chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any
+) -> None:
+    for chunk in chunks:
+        for buffer in chunk.buffers:
+            dist.all_reduce(buffer.grad_data, group=chunk.dp_cp_group)
+    finalise_gradients(chunks, num_tokens, **kwargs)
 
 
 def _megatron_settings(

@@ -18,7 +18,8 @@ LAYOUTS = {
     "dp2_tp2": dict(world=4, tp=2, mbs=3), "dp2_pp2": dict(world=4, pp=2, mbs=2),
     "recompute_full": dict(world=2, tp=2, sp=True, recompute="full"),
     "recompute_selective": dict(world=2, pp=2, recompute="selective", mbs=3),
-    "dp4_inert": dict(world=4, mbs=1),
+    "dp4_inert": dict(world=4, mbs=1), "dp2_manual": dict(world=2, mbs=1, one_all_reduce=True),
+    "dp2_tp2_manual": dict(world=4, tp=2, sp=True, mbs=2, one_all_reduce=True),
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def token_weights(seed: int = 4) -> torch.Tensor:
 def build(
     folder, world, *, role="actor", tp=1, pp=1, vpp=1, sp=False, dtype="fp32", recompute="none",
     optimizer="sgd", distributed_optimizer=False, overlap=False, clip_grad=0.0, lr=0.1,
-    weight_decay=0.0, overlap_gather=False,
+    weight_decay=0.0, overlap_gather=False, one_all_reduce=False,
 ):  # fmt: skip
     from megatron_rl.config.training import OptimizerSettings
     from megatron_rl.convert.huggingface import load_huggingface
@@ -48,7 +48,8 @@ def build(
     )
     return Trainable(
         model, settings, total_steps=10, distributed_optimizer=distributed_optimizer,
-        overlap_grad_reduce=overlap, overlap_param_gather=overlap_gather,
+        one_all_reduce=one_all_reduce, overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap_gather,
     )  # fmt: skip
 
 

@@ -36,6 +36,8 @@ def settings(model: str, folder: Path, **changes) -> dict:
         "evaluation": {"prompts": 8}, "monitor": {"console": False, "preflight": "off"},
         "runtime": {"device": "cpu"},
     }  # fmt: skip
+    if changes.get("algorithm__name", "ppo") != "ppo":
+        values["training"].pop("critic")
     for key, value in changes.items():
         node = values
         *parents, last = key.split("__")
