@@ -13,7 +13,7 @@ _PUBLIC = {
     "Config": "megatron_rl.config",
     "ConfigError": "megatron_rl.config",
     "Trainer": "megatron_rl.trainer",
-    "create_inference_engine": "megatron_rl.generation.inference",
+    "create_inference_engine": "megatron_rl.inference",
 }
 
 __all__ = [*sorted(_PUBLIC), "__version__"]
