@@ -16,6 +16,7 @@ from megatron_rl.runtime import (
     EXIT_REQUEUE,
     Environment,
     StoppedBySignal,
+    quiet_expected_warnings,
     run_guarded,
 )
 from megatron_rl.versions import check_versions
@@ -48,6 +49,7 @@ def main() -> int:
 
 def run(arguments: argparse.Namespace, env: Environment) -> int:
     check_versions()
+    quiet_expected_warnings()
     config = Config.load(arguments.config, arguments.overrides)
     if arguments.print_config:
         print(config.to_yaml(with_help=True), end="")

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -165,6 +166,13 @@ def _has_gpu() -> bool:
 def _slurm_port() -> str:
     """A rendezvous port that jobs on one node don't share: derived from the job id."""
     return str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000)
+
+
+def quiet_expected_warnings() -> None:
+    """Hides what Megatron says about the absence of Apex and Transformer Engine, which is a choice
+    here, and torch's note on reading `.grad` of the optimizer's shards, which Megatron means."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 
 def run_guarded(main: Callable[[], int], env: Environment) -> int:
