@@ -35,6 +35,24 @@ def test_smollm2_answers(ranks, smollm2_path, world):
 
 
 @pytest.mark.ranks
+def test_smollm2_greedy_equals_transformers(ranks, smollm2_path):
+    """64 tokens, no exception for ties."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
+    prompts = [tokenizer(t)["input_ids"] for t in ("The capital of France is", "Water boils at")]
+    ours = ranks(2, ask, str(smollm2_path), prompts,
+                 dict(temperature=0.0, max_new_tokens=64, ignore_eos=True))[0]  # fmt: skip
+    for prompt, answer in zip(prompts, ours, strict=True):
+        out = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=64, min_new_tokens=64,
+            eos_token_id=None, pad_token_id=2,
+        )  # fmt: skip
+        assert answer[0] == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.ranks
 def test_smollm2_logits_equal_transformers(ranks, smollm2_path):
     from tests.models.test_logits_equal_transformers import our_logits, reference_logits
 

@@ -56,3 +56,21 @@ def run(rank, world, values, steps):
         return [trainer.step() for _ in range(steps)]
     finally:
         trainer.close()
+
+
+def only_the_best(scores_B, rewards_BR, values_BR, mask_BR, group_B):
+    """The advantage estimator of docs/algorithms.md."""
+    import torch
+
+    advantages_BR = torch.zeros_like(rewards_BR)
+    for group in group_B.unique():
+        rows = group_B == group
+        gap_B = scores_B[rows] - scores_B[rows].max()
+        advantages_BR[rows] = gap_B[:, None] * mask_BR[rows]
+    return advantages_BR, {"best_score": scores_B.max()}
+
+
+def plain_policy_gradient(logp, old_logp, advantages, weights):
+    """The policy loss of docs/algorithms.md."""
+    loss_sum = -(weights * (logp - old_logp).exp() * advantages).sum()
+    return loss_sum, {"policy_loss": loss_sum.detach(), "tokens": (weights != 0).sum()}
