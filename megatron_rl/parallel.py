@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 
@@ -242,10 +241,3 @@ def seed_model_parallel(seed: int, groups: ParallelGroups) -> None:
         seed + 100 * groups.pp_rank,
         tp_rank=groups.tp_rank, ep_rank=0, etp_rank=groups.tp_rank,
     )  # fmt: skip
-
-
-def all_reduce_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """In-place sum over `group`; free when the group has one rank."""
-    if group.size() > 1:
-        dist.all_reduce(x, group=group)
-    return x

@@ -47,6 +47,7 @@ class RunInputs:
                 "tokenizer",
                 setting="model.tokenizer.path",
             )
+        _check_stop_texts(config, tokenizer)
         limit = min(
             x for x in (config.data.max_prompt_length, config.rollout.max_length,
                         actor.max_positions) if x is not None
@@ -95,6 +96,18 @@ def _check_plugins(config: Config) -> None:
         except ValueError as error:
             setting = f"algorithm.{name}"
             raise ConfigError(f"{setting}: {error}", setting=setting) from error
+
+
+def _check_stop_texts(config: Config, tokenizer: TextTokenizer) -> None:
+    for text in config.rollout.stop:
+        tokens = len(tokenizer.encode(text))
+        if tokens != 1:
+            raise ConfigError(
+                f"rollout.stop has {text!r}, which is {tokens} tokens of this tokenizer; only "
+                "texts of one token can end a response so far: shorten it or use "
+                "rollout.stop_token_ids",
+                setting="rollout.stop",
+            )
 
 
 def _roles(config: Config) -> list[str]:

@@ -6,7 +6,6 @@ ignored), or is refused by name: nothing is dropped silently.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,8 +247,3 @@ def config_json(arch: Architecture, *, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": arch.tied, "rms_norm_eps": arch.norm_eps,
         "rope_parameters": rope, "max_position_embeddings": arch.max_positions,
     }  # fmt: skip
-
-
-def as_dict(arch: Architecture) -> dict[str, Any]:
-    """Plain data for manifests and logs."""
-    return dataclasses.asdict(arch)

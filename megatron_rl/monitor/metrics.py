@@ -36,17 +36,15 @@ class PhaseTimer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seconds: dict[str, float] = {}
-        self.current: str | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         assert name in PHASES, f"{name!r} is not one of {PHASES}"
-        start, self.current = self._now(), name
+        start = self._now()
         try:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
-            self.current = None
 
     def _now(self) -> float:
         if self.device.type == "cuda":

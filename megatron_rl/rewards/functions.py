@@ -15,11 +15,3 @@ def first_integer_exact(
         found = re.search(r"-?\d+", response)
         scores.append(float(found is not None and int(found.group()) == int(record["answer"])))
     return scores
-
-
-def length_in_characters(
-    prompts: list[str], responses: list[str], records: list[dict[str, Any]], target: int = 20
-) -> list[float]:
-    """1 at `target` characters, falling linearly to 0 at twice that or at nothing: a reward that
-    needs no data, for trying things out."""
-    return [max(0.0, 1.0 - abs(len(r) - target) / target) for r in responses]

@@ -26,13 +26,11 @@ def engine_settings(config: Config) -> EngineSettings:
 def sampling_params(
     config: Config, tokenizer: TextTokenizer, *, temperature: float, seed: int
 ) -> SamplingParams:
-    """Sampling from `rollout`; stop texts that are one token become end tokens."""
+    """Sampling from `rollout`; stop texts (one token each: checked) become end tokens."""
     rollout = config.rollout
     stop_ids = {*tokenizer.end_ids, *rollout.stop_token_ids}
     for text in rollout.stop:
-        ids = tokenizer.encode(text)
-        if len(ids) == 1:
-            stop_ids.add(ids[0])
+        stop_ids.update(tokenizer.encode(text))
     return SamplingParams(
         temperature=temperature, top_k=rollout.top_k, top_p=rollout.top_p,
         max_new_tokens=rollout.max_new_tokens, max_length=rollout.max_length,

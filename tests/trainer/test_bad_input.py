@@ -127,6 +127,10 @@ CASES = {
         lambda m, f: {"algorithm__advantage_function": "tests.trainer.run_case:nothing"},
         ["algorithm.advantage_function", "no function 'nothing'"],
     ),
+    "stop_text_of_several_tokens": (
+        lambda m, f: {"rollout__stop": ["\n", "end"]},
+        ["rollout.stop", "'end'", "3 tokens", "rollout.stop_token_ids"],
+    ),
     "no_reward": (lambda m, f: {"reward": {}}, ["reward.function is null"]),
     "tokenizer_of_another_model": (
         lambda m, f: {"model__actor": {"path": copy_model(m, f, vocab_size=100)}},
