@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
 import traceback
@@ -36,6 +37,16 @@ def _load(path: str, modules: dict[str, Any]) -> Any:
     return modules[path]
 
 
+def _seed(seed: int) -> None:
+    """Every global generator; a fork keeps numpy's state and draws a new one for `random`."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def _work(rank: int, world_size: int, init_file: str, pipe: Any) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
@@ -52,7 +63,7 @@ def _work(rank: int, world_size: int, init_file: str, pipe: Any) -> None:
         except EOFError:
             return
         try:
-            torch.manual_seed(1234)
+            _seed(1234)
             result = getattr(_load(path, modules), name)(rank, world_size, *args)
             pipe.send((True, result))
         except BaseException:  # noqa: BLE001 - reported to the test, which fails with it
