@@ -14,6 +14,7 @@ VERSIONS = runpy.run_path(str(ROOT / "megatron_rl" / "versions.py"))
 # One line for each `python -m` form.
 COMMANDS = {
     "megatron-rl-train": "train_ppo:main",
+    "megatron-rl-convert": "megatron_rl.convert.__main__:main",
     "megatron-rl-preflight": "megatron_rl.preflight.__main__:main",
 }
 

@@ -82,7 +82,7 @@ class RunState:
             {name: state.state_dict() for name, state in self.rank_states.items()}, rank_tensors
         )
         return Contents(
-            step=step, metrics=metrics, layouts=self.layouts(), versions=_versions(),
+            step=step, metrics=metrics, layouts=self.layouts(), versions=versions(),
             tensors=sharded_tensors(entries, writing=True, copy_to_cpu=copy_to_cpu),
             nbytes=total_bytes(entries) + sum(t.nbytes for t in rank_tensors.values()),
             state_json=small_json({"roles": roles, "states": states, "config": self.config}),
@@ -227,6 +227,7 @@ def _check_names(folder: Path, what: str, needed: set[str], found: set[str]) -> 
         )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of this program and the libraries whose formats a checkpoint depends on."""
     names = ("torch", "megatron-core", "transformers")
     return {"megatron-rl": VERSION} | {name: importlib.metadata.version(name) for name in names}

@@ -5,6 +5,7 @@
       state.json              the run's small state
       tensors/                weights and optimizers, Megatron's torch_dist format
       ranks/                  one file per rank: random state and the like
+      huggingface/            config.json, tokenizer and chat template of the actor
     latest                    name of the newest checkpoint, for people and scripts
 
 Nothing here locks or communicates; only rank 0 calls what writes shared files. A save's `serial` is
@@ -24,7 +25,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 
-MANIFEST, STATE, LATEST, TENSORS = "manifest.json", "state.json", "latest", "tensors"
+MANIFEST, STATE, TENSORS, COMPANIONS = "manifest.json", "state.json", "tensors", "huggingface"
 VERSION = 1
 
 

@@ -13,7 +13,7 @@ import io
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -128,18 +128,23 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         )
 
 
-def safe_torch_load(source: Path | io.BytesIO, name: str | None = None) -> Any:
+def safe_torch_load(
+    source: Path | IO[bytes], name: str | None = None, *, mmap: bool = False
+) -> Any:
     """Reads a `torch.save` file with the restricted unpickler.
 
     Megatron-LM's `common.pt` keeps its command line as an `argparse.Namespace`, which is allowed:
     it is a plain record.
+
+    Args:
+        mmap: leave the tensors in the file (a path in torch's zip format) until they are used.
 
     Raises:
         UnsafeCheckpointError: if the file names any other class or function.
     """
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(source, map_location="cpu", weights_only=True)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise _unsafe(name or str(source), error) from error
 

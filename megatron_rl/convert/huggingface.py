@@ -1,112 +1,130 @@
 """Hugging Face folders in and out of parallel models.
 
 Reading touches only the slices that a rank needs; writing gathers one parameter at a time to
-rank 0, which keeps one file's worth of tensors in memory.
+rank 0, which writes it before the next one comes.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.convert.names import Rule, Sliceable, all_rules
-from megatron_rl.models.families import config_json
+from megatron_rl.convert.hf_weights import HuggingFaceWeights
+from megatron_rl.convert.hf_writer import ExportPlan, companion_files
+from megatron_rl.convert.load import load_weights
+from megatron_rl.convert.model_folder import (
+    OUTPUT_BIAS,
+    OUTPUT_WEIGHT,
+    TensorInfo,
+    head_of,
+    listing,
+    stored_rules,
+)
+from megatron_rl.convert.names import Rule, all_rules
+from megatron_rl.convert.staging import carry_out
+from megatron_rl.models.families import read_architecture
 from megatron_rl.models.gpt import DTYPES, ParallelModel
 
-_COMPANIONS = (
-    "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json",
-    "chat_template*", "generation_config.json",
-)  # fmt: skip
+# Beside a policy, a value head belongs to the critic that was trained with it.
+_CRITIC_HEADS = ("v_head", "value_head")
 
 
-class HuggingFaceWeights:
-    """The tensors of a model folder, read lazily by name.
+class HuggingFaceFolder:
+    """A folder with `config.json` and weights as transformers writes them; see `ModelFolder`.
+
+    Args:
+        role: decides the head; a critic made from a policy gets a fresh one.
 
     Raises:
-        ValueError: for a folder without safetensors, an index naming a missing shard, or a file
-            that is cut short.
+        ValueError: for an unknown architecture or weights that can't be opened.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            self._file_of = json.loads(index.read_text())["weight_map"]
-            missing = sorted({f for f in self._file_of.values() if not self._path(f).is_file()})
-            if missing:
-                raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
-        else:
-            files = sorted(self.folder.glob("*.safetensors"))
-            if not files:
-                raise ValueError(
-                    f"no *.safetensors in {str(self.folder)!r}: weights are read from safetensors "
-                    "only; save the model with transformers' save_pretrained first"
-                )
-            self._file_of = {k: f.name for f in files for k in self._open(f.name).keys()}
-        self._handles: dict[str, object] = {}
+    kind = "hf"
 
-    def _path(self, file: str) -> Path:
-        return self.folder / file
+    def __init__(self, path: str | Path, role: str) -> None:
+        self.path, self.role = Path(path), role
+        self.companion_folder = self.path
+        self.architecture = read_architecture(self.path)
+        self.head = head_of(role)
+        self.weights = HuggingFaceWeights(self.path)
+        self._rules = stored_rules(self.architecture, self.head)
+        names = self.weights.names()
+        self.fresh_head = role == "critic" and "score.weight" not in names
+        if self.head == "value" and "score.bias" not in names:
+            self._rules.pop(OUTPUT_BIAS)
+        if self.fresh_head:
+            self._rules.pop(OUTPUT_WEIGHT)
 
-    def _open(self, file: str):
-        try:
-            return safe_open(str(self._path(file)), framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
+    def check(self) -> None:
+        """Compares names and shapes with what the architecture needs; see `ModelFolder`."""
+        expected = self.huggingface_shapes()
+        names = self.weights.names() - self.ignored()
+        missing, extra = set(expected) - names, names - set(expected)
+        if missing or extra:
             raise ValueError(
-                f"{self._path(file)} can't be read ({error}): it is damaged or cut short; "
-                "fetch it again"
-            ) from error
-
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def __call__(self, name: str) -> Sliceable:
-        """The tensor `name`, still in its file.
-
-        Raises:
-            ValueError: if no file holds it.
-        """
-        if name not in self._file_of:
-            raise ValueError(f"{str(self.folder)!r} has no tensor {name!r}, which the model needs")
-        file = self._file_of[name]
-        if file not in self._handles:
-            self._handles[file] = self._open(file)
-        return self._handles[file].get_slice(name)
-
-
-def check_weights(weights: HuggingFaceWeights, model: ParallelModel, *, fresh_head: bool) -> None:
-    """Compares names and shapes with what the architecture needs, before anything is loaded.
-
-    Raises:
-        ValueError: listing missing and unexpected tensors, or the first wrong shape.
-    """
-    rules = all_rules(model.arch, head=model.head)
-    expected = {
-        name: shape for rule in rules.values() for name, shape in rule.shapes(model.arch).items()
-    }
-    names = weights.names()
-    optional = {"score.weight", "score.bias"} if fresh_head else {"score.bias"}
-    ignored = {"lm_head.weight"} if model.head == "value" or model.arch.tied else set()
-    missing = sorted(set(expected) - names - optional)
-    extra = sorted(n for n in names - set(expected) - ignored if "rotary_emb.inv_freq" not in n)
-    if missing or extra:
-        raise ValueError(
-            f"{str(weights.folder)!r} does not hold the weights of a {model.arch.family} "
-            f"{model.role}: missing {missing[:8] or 'none'}, unexpected {extra[:8] or 'none'}"
-        )
-    for name, shape in expected.items():
-        if shape is not None and name in names:
-            found = tuple(weights(name).get_shape())
+                f"{str(self.path)!r} does not hold the weights of a {self.architecture.family} "
+                f"{self.role}: missing {listing(missing)}; unexpected {listing(extra)}"
+                + ("; a reward model needs a value head" if "score.weight" in missing else "")
+            )
+        for name, shape in expected.items():
+            found = tuple(self.weights(name).get_shape())
             if found != shape:
-                raise ValueError(f"{name} in {str(weights.folder)!r}: {found}, expected {shape}")
+                raise ValueError(
+                    f"{name} in {str(self.path)!r} has shape {found}, config.json asks for {shape}"
+                )
+
+    def huggingface_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What the role reads, under Hugging Face names."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for rule in self._rules.values():
+            shapes |= rule.shapes(self.architecture)
+        return shapes
+
+    def ignored(self) -> set[str]:
+        """Tensors of the folder that are no part of the role: a tied or unused output layer, the
+        critic's head beside a policy, and frequencies that follow from config.json."""
+        found = {n for n in self.weights.names() if "rotary_emb.inv_freq" in n}
+        if self.head == "value" or self.architecture.tied:
+            found.add("lm_head.weight")
+        if self.head == "lm":
+            heads = {"score.weight", "score.bias"} & self.weights.names()
+            found |= {n for n in heads if self.weights.stored_name(n).startswith(_CRITIC_HEADS)}
+        return found & self.weights.names()
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """See `ModelFolder`; the parts of a fused tensor stand one after the other."""
+        found = {}
+        for name, rule in self._rules.items():
+            parts = [self.weights.info(n) for n in rule.hf]
+            shape = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
+            found[name] = TensorInfo(shape=shape, dtype=parts[0].dtype)
+        return found
+
+    def read_into(self, name: str, out: Tensor, *, tp: int = 1, rank: int = 0) -> None:
+        """See `ModelFolder`; reads only the slices that make up the part."""
+        shard = self._rules[name].shard(self.weights, self.architecture, tp, rank)
+        assert shard.shape == out.shape, (name, shard.shape, out.shape)
+        out.copy_(shard)
+
+    def source_files(self) -> list[Path]:
+        """See `ModelFolder`."""
+        return [self.path / "config.json", *self.weights.files]
+
+    def companions(self) -> dict[str, Path]:
+        """See `ModelFolder`."""
+        return companion_files(self.companion_folder)
+
+    def details(self) -> dict[str, str]:
+        """See `ModelFolder`."""
+        shown = {"weight files": str(len(self.weights.files))}
+        if ignored := self.ignored():
+            shown["not part of the role"] = listing(ignored)
+        return shown
 
 
 def load_huggingface(
@@ -118,24 +136,16 @@ def load_huggingface(
         fresh_head: a value head missing from the folder starts at zero (a critic made from a
             policy); otherwise a missing head is an error.
     """
-    weights = HuggingFaceWeights(folder)
-    check_weights(weights, model, fresh_head=fresh_head)
-    rules = all_rules(model.arch, head=model.head)
-    layout, rank = model.groups.layout, model.groups.tp_rank
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            rule = rules[name]
-            if not set(rule.hf) <= weights.names() and name.startswith("output_layer."):
-                parameter.zero_()
-                continue
-            shard = rule.shard(weights, model.arch, layout.tp, rank)
-            assert shard.shape == parameter.shape, (name, shard.shape, parameter.shape)
-            parameter.copy_(shard)
+    role = model.role if fresh_head or model.role != "critic" else "reward"
+    opened = HuggingFaceFolder(folder, role)
+    opened.check()
+    load_weights(model, opened)
 
 
 def gathered_tensors(
     model: ParallelModel, *, dtype: str | None = None,
     value: Callable[[torch.nn.Parameter], Tensor] = torch.Tensor.detach,
+    only: str | None = None,
 ) -> Iterator[tuple[str, Tensor | None]]:  # fmt: skip
     """Yields every Hugging Face tensor in order; tensors on global rank 0, None elsewhere.
 
@@ -143,6 +153,7 @@ def gathered_tensors(
 
     Args:
         value: what to gather of each parameter: the weight, or its gradient in tests.
+        only: a Megatron name: the one parameter to gather.
     """
     groups, arch = model.groups, model.arch
     if groups.dp_rank != 0:
@@ -150,7 +161,7 @@ def gathered_tensors(
     mine = dict(model.named_parameters())
     seen: set[str] = set()
     for name, rule in all_rules(arch, head=model.head).items():
-        if seen.issuperset(rule.hf):
+        if seen.issuperset(rule.hf) or (only or name) != name:
             continue
         seen.update(rule.hf)
         local = value(mine[name]) if name in mine else None
@@ -198,76 +209,27 @@ def export_huggingface(
     """Writes a Hugging Face folder that transformers loads strictly.
 
     Collective over replica 0. The folder appears complete or not at all: it is written beside its
-    place and renamed. Tokenizer and generation files are copied from `source`.
+    place and renamed. Configuration, tokenizer and generation files are copied from `source`.
     """
-    final = Path(folder)
-    aside = final.with_name(f".{final.name}.partial")
-    writer = _ShardWriter(aside, max_shard_bytes) if dist.get_rank() == 0 else None
-    for name, tensor in gathered_tensors(model, dtype=dtype):
-        if writer is not None:
-            writer.add(name, tensor)
-    if writer is None:
-        return
-    writer.finish()
-    _write_companions(model, aside, Path(source) if source else None, dtype)
-    if final.exists():
-        shutil.rmtree(final)
-    aside.rename(final)
-
-
-def _write_companions(model: ParallelModel, folder: Path, source: Path | None, dtype: str) -> None:
-    long_dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype]
-    config = config_json(model.arch, dtype=long_dtype)
-    if source is not None:
-        config = json.loads((source / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        config["dtype"] = long_dtype
-        for pattern in _COMPANIONS:
-            for file in source.glob(pattern):
-                shutil.copy2(file, folder / file.name)
+    names = stored_rules(model.arch, model.head)
     if model.head == "value":
-        stem = config["architectures"][0].removesuffix("ForCausalLM")
-        config |= {"architectures": [f"{stem}ForSequenceClassification"], "num_labels": 1}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        bias = dict(gathered_tensors(model, only=OUTPUT_BIAS)).get("score.bias")
+        if bias is None or not bool(bias.any()):
+            names.pop(OUTPUT_BIAS)  # see ExportPlan: a classifier without a bias
+    tensors = gathered_tensors(model, dtype=dtype)
+    if dist.get_rank() == 0:
+        shapes = {n: s for rule in names.values() for n, s in rule.shapes(model.arch).items()}
+        plan = ExportPlan(
+            {n: TensorInfo(shape=s, dtype=DTYPES[dtype]) for n, s in shapes.items()},
+            lambda name: _expect(name, next(tensors)), architecture=model.arch, role=model.role,
+            companions=companion_files(Path(source)) if source else {}, max_bytes=max_shard_bytes,
+        )  # fmt: skip
+        fresh = {"export": uuid.uuid4().hex}  # never goes on with an earlier one
+        carry_out(plan, Path(folder), identity=fresh, label="exporting", overwrite=True)
+    for _ in tensors:
+        pass  # on other ranks this is their whole part; on rank 0 a bias may be left
 
 
-class _ShardWriter:
-    """Collects tensors into safetensors files of a bounded size, with an index."""
-
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        self.folder, self.max_bytes = folder, max_bytes
-        self.pending: dict[str, Tensor] = {}
-        self.pending_bytes = self.total = 0
-        self.files: list[list[str]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self.pending and self.pending_bytes + tensor.nbytes > self.max_bytes:
-            self._flush()
-        self.pending[name] = tensor.contiguous()
-        self.pending_bytes += tensor.nbytes
-        self.total += tensor.nbytes
-
-    def _flush(self) -> None:
-        path = self.folder / f"part-{len(self.files)}.safetensors"
-        save_file(self.pending, str(path), metadata={"format": "pt"})
-        self.files.append(list(self.pending))
-        self.pending, self.pending_bytes = {}, 0
-
-    def finish(self) -> None:
-        self._flush()
-        count, weight_map = len(self.files), {}
-        for i, names in enumerate(self.files):
-            final = "model.safetensors" if count == 1 else _part_name(i, count)
-            (self.folder / f"part-{i}.safetensors").rename(self.folder / final)
-            weight_map |= dict.fromkeys(names, final)
-        if count > 1:
-            index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
-            path = self.folder / "model.safetensors.index.json"
-            path.write_text(json.dumps(index, indent=2))
-
-
-def _part_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+def _expect(name: str, found: tuple[str, Tensor | None]) -> Tensor:
+    assert found[0] == name and found[1] is not None, (name, found[0])
+    return found[1]

@@ -32,12 +32,13 @@ Source = Callable[[str], Sliceable]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicated:
-    """The same tensor on every TP rank (norms)."""
+    """The same tensor on every TP rank (norms, value heads)."""
 
     hf: tuple[str, ...]
+    shape: tuple[int, ...]
 
-    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...] | None]:
-        return {self.hf[0]: None}
+    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
+        return {self.hf[0]: self.shape}
 
     def shard(self, source: Source, arch: Architecture, tp: int, rank: int) -> Tensor:
         return source(self.hf[0])[:]
@@ -52,7 +53,7 @@ class Vocabulary:
 
     hf: tuple[str, ...]
 
-    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...] | None]:
+    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
         return {self.hf[0]: (arch.vocab, arch.hidden)}
 
     def shard(self, source: Source, arch: Architecture, tp: int, rank: int) -> Tensor:
@@ -70,7 +71,7 @@ class QueryKeyValue:
 
     hf: tuple[str, ...]
 
-    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...] | None]:
+    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
         rows = (arch.heads, arch.kv_heads, arch.kv_heads)
         bias = self.hf[0].endswith("bias")
         return {
@@ -124,7 +125,7 @@ class Columns:
     def _real(self, arch: Architecture) -> int:
         return arch.heads * arch.head_dim if self.heads else arch.ffn
 
-    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...] | None]:
+    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
         return {self.hf[0]: (arch.hidden, self._real(arch))}
 
     def shard(self, source: Source, arch: Architecture, tp: int, rank: int) -> Tensor:
@@ -143,7 +144,7 @@ class GateUp:
 
     hf: tuple[str, ...]
 
-    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...] | None]:
+    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
         return {name: (arch.ffn, arch.hidden) for name in self.hf}
 
     def shard(self, source: Source, arch: Architecture, tp: int, rank: int) -> Tensor:
@@ -164,15 +165,19 @@ def layer_rules(arch: Architecture, layer: int) -> dict[str, Rule]:
     """Rules of one transformer layer, keyed by Megatron name (global layer number)."""
     hf, mg = f"model.layers.{layer}.", f"decoder.layers.{layer}."
     qkv = [f"{hf}self_attn.{p}_proj." for p in "qkv"]
+
+    def norm(name: str, size: int = arch.hidden) -> Replicated:
+        return Replicated(hf=(f"{hf}{name}.weight",), shape=(size,))
+
     rules: dict[str, Rule] = {
-        f"{mg}input_layernorm.weight": Replicated(hf=(f"{hf}input_layernorm.weight",)),
+        f"{mg}input_layernorm.weight": norm("input_layernorm"),
         f"{mg}self_attention.linear_qkv.weight": QueryKeyValue(
             hf=tuple(p + "weight" for p in qkv)
         ),
         f"{mg}self_attention.linear_proj.weight": Columns(
             hf=(f"{hf}self_attn.o_proj.weight",), heads=True
         ),
-        f"{mg}pre_mlp_layernorm.weight": Replicated(hf=(f"{hf}post_attention_layernorm.weight",)),
+        f"{mg}pre_mlp_layernorm.weight": norm("post_attention_layernorm"),
         f"{mg}mlp.linear_fc1.weight": GateUp(
             hf=(f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
         ),
@@ -184,9 +189,7 @@ def layer_rules(arch: Architecture, layer: int) -> dict[str, Rule]:
         )
     if arch.qk_norm:
         for mine, theirs in (("q_layernorm", "q_norm"), ("k_layernorm", "k_norm")):
-            rules[f"{mg}self_attention.{mine}.weight"] = Replicated(
-                hf=(f"{hf}self_attn.{theirs}.weight",)
-            )
+            rules[f"{mg}self_attention.{mine}.weight"] = norm(f"self_attn.{theirs}", arch.head_dim)
     return rules
 
 
@@ -201,13 +204,15 @@ def all_rules(arch: Architecture, *, head: str) -> dict[str, Rule]:
     rules: dict[str, Rule] = {"embedding.word_embeddings.weight": Vocabulary(hf=(embedding,))}
     for layer in range(arch.layers):
         rules |= layer_rules(arch, layer)
-    rules["decoder.final_layernorm.weight"] = Replicated(hf=("model.norm.weight",))
+    rules["decoder.final_layernorm.weight"] = Replicated(
+        hf=("model.norm.weight",), shape=(arch.hidden,)
+    )
     if head == "lm":
         output = embedding if arch.tied else "lm_head.weight"
         rules["output_layer.weight"] = Vocabulary(hf=(output,))
     else:
-        rules["output_layer.weight"] = Replicated(hf=("score.weight",))
-        rules["output_layer.bias"] = Replicated(hf=("score.bias",))
+        rules["output_layer.weight"] = Replicated(hf=("score.weight",), shape=(1, arch.hidden))
+        rules["output_layer.bias"] = Replicated(hf=("score.bias",), shape=(1,))
     return rules
 
 
