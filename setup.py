@@ -16,6 +16,7 @@ COMMANDS = {
     "megatron-rl-train": "train_ppo:main",
     "megatron-rl-convert": "megatron_rl.convert.__main__:main",
     "megatron-rl-preflight": "megatron_rl.preflight.__main__:main",
+    "megatron-rl-monitor": "megatron_rl.monitor.__main__:main",
 }
 
 EXTRAS = {
@@ -57,7 +58,9 @@ setup(
     python_requires=">=" + ".".join(map(str, VERSIONS["MINIMUM_PYTHON"])),
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]) + list(kernel_packages()),
     package_dir=kernel_packages(),
-    package_data={"": ["*.cu", "*.cuh", "*.cpp", "*.h", "csrc/*", "*.yaml", "*.json", "py.typed"]},
+    package_data={
+        "": ["*.cu", "*.cuh", "*.cpp", "*.h", "csrc/*", "*.html", "*.yaml", "*.json", "py.typed"]
+    },
     py_modules=["train_ppo"],
     install_requires=[
         *(f"{name}>={minimum}" for name, minimum in VERSIONS["REQUIREMENTS"].items()),

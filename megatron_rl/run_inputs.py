@@ -12,6 +12,7 @@ from megatron_rl.algorithms.plugins import (
 )
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.families import Architecture, read_architecture
+from megatron_rl.monitor import wandb_mirror
 from megatron_rl.rewards.base import RewardFunction, check_signature, load_reward
 from megatron_rl.rollout.prompts import Prompt, PromptFile, PromptStream
 from megatron_rl.text import TextTokenizer
@@ -36,6 +37,8 @@ class RunInputs:
             ConfigError: one sentence that names the setting, its value, the rule and the way out.
         """
         _check_plugins(config)
+        if config.monitor.wandb:
+            wandb_mirror.check_installed()
         architectures = {role: _architecture(config, role) for role in _roles(config)}
         actor = architectures["actor"]
         folder = config.model.tokenizer.path or config.role_path("actor")

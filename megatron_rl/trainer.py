@@ -7,24 +7,23 @@ phase is one call into the module that knows how.
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_rl.algorithms.kl import AdaptiveKL, FixedKL
 from megatron_rl.algorithms.metrics import add_metrics
 from megatron_rl.checkpoint import CheckpointManager, RngState
 from megatron_rl.config import Config
 from megatron_rl.convert.huggingface import export_huggingface
-from megatron_rl.engine.optimizer import StepResult, Trainable
+from megatron_rl.engine.optimizer import Trainable
 from megatron_rl.engine.passes import logprob_pass, value_pass
 from megatron_rl.engine.update import actor_loss, critic_loss, mini_batches, update_step
-from megatron_rl.monitor.metrics import PhaseTimer
-from megatron_rl.monitor.summary import EvaluationResult, eta, rollout_metrics, step_metrics
-from megatron_rl.monitor.writers import Writers
+from megatron_rl.monitor.out_of_memory import explain_out_of_memory
+from megatron_rl.monitor.phases import PhaseTimer
+from megatron_rl.monitor.run_monitor import RunMonitor
+from megatron_rl.monitor.summary import EvaluationResult, Updates
 from megatron_rl.rewards.base import RewardFunction, score
 from megatron_rl.rollout.advantages import estimate_advantages
 from megatron_rl.rollout.batch import RolloutBatch
@@ -55,7 +54,11 @@ class Trainer:
         self.inputs = RunInputs.check(config, reward)
         self.runtime = Runtime(config, env)
         self.runtime.start()
-        self.models: Models = build_models(config, self.inputs, env.world_size)
+        self.timer = PhaseTimer(self.runtime.device)
+        self.timer.on_error = self._explain
+        self.models: Models | None = None
+        with self.timer.phase("startup"):
+            self.models = build_models(config, self.inputs, env.world_size)
         self.groups = self.models.actor.model.groups
         kl = config.algorithm.kl
         log.info(
@@ -71,16 +74,13 @@ class Trainer:
         self.step_count, self.closed = 0, False
         self.critic_biased = False
         self.last_metrics: dict[str, float] = {}
-        self.timer = PhaseTimer(self.runtime.device)
         self.checkpoints = self._checkpoints()
-        self._resume()
+        with self.timer.phase("startup"):
+            self._resume()
         self.runtime.catch_signals()
-        self.started, self.start_step = time.monotonic(), self.step_count
-        self.writers = None
-        if dist.get_rank() == 0:
-            self.writers = Writers(
-                config, total_steps=config.training.steps, first_step=self.step_count
-            )
+        self.monitor = RunMonitor(
+            config, self.inputs.architectures, self.groups, self.timer, first_step=self.step_count
+        )
 
     # ---- the run -------------------------------------------------------------------------------
 
@@ -106,6 +106,7 @@ class Trainer:
             metrics |= {f"end/{k}": v for k, v in self.evaluate().items()}
         if config.checkpoint.export_huggingface:
             self.export(Path(config.run_dir) / "huggingface")
+        self.monitor.finish()
         return metrics
 
     def step(self) -> dict[str, float]:
@@ -114,7 +115,7 @@ class Trainer:
         Returns:
             The metrics that are logged, equal on all ranks.
         """
-        start = time.perf_counter()
+        self.monitor.begin_step(self.step_count + 1)
         batch = self._rollout()
         self._score(batch)
         self._evaluate_policies(batch)
@@ -122,17 +123,12 @@ class Trainer:
             estimate_advantages(
                 batch, self.config, kl_coef=self.kl.coef, dp_group=self.groups.data_control()
             )
-        rollout = rollout_metrics(batch, self.groups)
         updates = self._update(batch)
         self.step_count += 1
-        metrics = step_metrics(
-            rollout, updates, kl_coef=self.kl.coef, phases=self.timer.take(),
-            seconds=time.perf_counter() - start,
-        )  # fmt: skip
+        metrics = self.monitor.end_step(self.step_count, batch, updates, kl_coef=self.kl.coef)
         if "kl/ref_per_response" in metrics:
             self.kl.update(metrics["kl/ref_per_response"], self.config.samples_per_step)
         self.last_metrics = metrics
-        self._log(batch, metrics)
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -151,8 +147,7 @@ class Trainer:
                     score(batch, self.inputs.reward, self.groups)
                     total.add(batch)
         metrics = total.reduce(self.groups)
-        if self.writers is not None:
-            self.writers.evaluation(self.step_count, metrics)
+        self.monitor.evaluation(self.step_count, metrics)
         return metrics
 
     def save(self) -> Path:
@@ -170,9 +165,7 @@ class Trainer:
 
     def close(self) -> None:
         """Finishes writers and pending saves and leaves the process group; safe to call twice."""
-        if self.writers is not None:
-            self.writers.close()
-            self.writers = None
+        self.monitor.close()
         if not self.closed:
             self.closed = True
             # Waits for a background save; skipped after a crash, when other ranks may not answer.
@@ -224,10 +217,10 @@ class Trainer:
                 values, after = value_pass(batch, models.critic.model, config)
                 batch.tensors["values"], batch.tensors["bootstrap"] = values, after
 
-    def _update(self, batch: RolloutBatch) -> dict[str, tuple[list[StepResult], dict]]:
+    def _update(self, batch: RolloutBatch) -> Updates:
         """Epochs of mini-batches for the critic and the actor."""
         config, algorithm, models = self.config, self.config.algorithm, self.models
-        updates: dict[str, tuple[list[StepResult], dict[str, Tensor]]] = {}
+        updates: Updates = {}
         jobs: list[tuple[str, Trainable, Any, str]] = []
         if models.critic is not None:
             jobs.append(("critic", models.critic, critic_loss(config), "token_mean"))
@@ -296,23 +289,8 @@ class Trainer:
             self.checkpoints.wait()
             raise StoppedBySignal(f"stopped after step {step}; the checkpoint is complete")
 
-    def _log(self, batch: RolloutBatch, metrics: dict[str, float]) -> None:
-        if self.writers is None:
-            return
-        done = self.step_count - self.start_step
-        metrics = metrics | eta(self.config, self.step_count, done, time.monotonic() - self.started)
-        self.writers.step(self.step_count, metrics)
-        count = min(self.config.monitor.samples_per_step, len(batch))
-        self.writers.samples(
-            self.step_count,
-            [
-                {
-                    "prompt": batch.prompts[i].text, "response": batch.texts[i],
-                    "reward": float(batch.scores_B[i]),
-                }
-                for i in range(count)
-            ],
-        )  # fmt: skip
+    def _explain(self, phase: str, error: BaseException) -> BaseException | None:
+        return explain_out_of_memory(error, phase, self.config, self.models, self.runtime.device)
 
 
 def needs_old_logprobs(config: Config) -> bool:

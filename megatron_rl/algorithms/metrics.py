@@ -1,7 +1,8 @@
 """Adding up the metrics of losses over micro-batches and ranks, then turning sums into means.
 
 A key says how it is combined: `*_max` by maximum, everything else by addition. After the last
-addition `mean_metrics` divides each `*_sum` by `tokens`.
+addition `mean_metrics` divides each `*_sum` by `tokens`. Values are scalars, except `*_hist`: the
+counts of a histogram's buckets.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def is_histogram(key: str) -> bool:
+    """Whether this metric is the counts of a histogram's buckets."""
+    return key.endswith("_hist")
 
 
 def add_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -41,10 +47,15 @@ def reduce_metrics(
         keys = sorted(key for key in metrics if key.endswith("_max") == is_max)
         if not keys:
             continue
-        values = torch.stack([metrics[key].detach().double() for key in keys])
+        shapes = [metrics[key].shape for key in keys]
+        values = torch.cat([metrics[key].detach().double().reshape(-1) for key in keys])
         if group is not None and group.size() > 1:
             dist.all_reduce(values, op=op, group=group)
-        reduced.update(zip(keys, values.unbind(0), strict=True))
+        parts = values.split([shape.numel() for shape in shapes])
+        reduced.update(
+            (key, part.reshape(shape))
+            for key, part, shape in zip(keys, parts, shapes, strict=True)
+        )
     return reduced
 
 
@@ -54,7 +65,7 @@ def mean_metrics(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     With the value loss's sums present, `explained_variance` = 1 - Var(R - v) / Var(R) is added; it
     is 0 where the returns don't vary. Without trained tokens every mean is 0.
     """
-    numbers = {key: float(value) for key, value in metrics.items()}
+    numbers = {key: float(value) for key, value in metrics.items() if not is_histogram(key)}
     tokens = max(numbers.get("tokens", 0.0), 1.0)
     means = {
         key.removesuffix("_sum"): value / tokens if key.endswith("_sum") else value

@@ -65,4 +65,8 @@ def check_world(config: Config, world_size: int) -> int:
         if size % dp:
             rule = f"must be a multiple of the {dp} data parallel replicas on {world_size} ranks"
             refuse(dotted, size, rule, f"use {nearest_multiples(size, dp)}")
+    absent = [rank for rank in config.monitor.profile.ranks if rank >= world_size]
+    if config.monitor.profile.steps and absent:
+        rule = f"there are {world_size} ranks, numbered from 0"
+        refuse("monitor.profile.ranks", absent[0], rule, f"use ranks below {world_size}")
     return dp

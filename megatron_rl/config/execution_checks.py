@@ -15,6 +15,7 @@ def check_execution(config: Config) -> None:
     for check in (
         _check_layout, _check_models, _check_tokenizer, _check_grad_reduce, _check_optimizers,
         _check_compression, _check_generation_layout, _check_offload, _check_checkpoint,
+        _check_monitor,
     ):  # fmt: skip
         check(config)
 
@@ -170,6 +171,17 @@ def _check_checkpoint(config: Config) -> None:
         fitting = None if interval is None else nearest_multiples(every, interval)
         way_out = f"use {fitting}" if fitting else "set checkpoint.save_interval"
         refuse("checkpoint.keep_every", every, rule, way_out)
+
+
+def _check_monitor(config: Config) -> None:
+    profile, steps = config.monitor.profile, config.training.steps
+    late = [step for step in profile.steps if step > steps]
+    if late:
+        rule = f"the run has training.steps={steps}"
+        refuse("monitor.profile.steps", late[0], rule, f"use steps from 1 to {steps}")
+    if profile.steps and not profile.ranks:
+        way_out = "name a rank, or set monitor.profile.steps=[]"
+        refuse("monitor.profile.ranks", profile.ranks, "no rank would write the traces", way_out)
 
 
 def _check_tokenizer(config: Config) -> None:

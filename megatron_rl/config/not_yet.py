@@ -57,8 +57,6 @@ NOT_YET: dict[str, tuple[Predicate, str]] = {
     "hybrid_engine.reference_offload.enable": (_is_true, "offloading the reference model"),
     "hybrid_engine.reward_offload.enable": (_is_true, "offloading the reward model"),
     "hybrid_engine.optimizer_offload.enable": (_is_true, "offloading optimizer states"),
-    "monitor.wandb": (_is_true, "Weights & Biases"),
-    "monitor.profile.steps": (bool, "profiler traces"),
     "comm_trace.enable": (_is_true, "the communication trace"),
 }
 """Dotted key -> (does this value ask for the feature?, what the feature is)."""

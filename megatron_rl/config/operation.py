@@ -45,6 +45,32 @@ class ProfileSettings:
 
 
 @dataclass(**SECTION)
+class AlertSettings:
+    """Warnings when a run shows a known disease. A limit of null switches its alert off."""
+
+    enable: bool = setting(True)
+    """Watch the metrics and warn in the log."""
+    window: int = setting(10, at_least=1)
+    """Steps over which a metric is averaged; as many at the start are what it is compared with."""
+    kl: float | None = setting(1.0, above=0)
+    """Largest KL from the reference, nats per token."""
+    update_kl: float | None = setting(0.2, above=0)
+    """Largest KL (k3) between the policy before and after a step's update, nats per token."""
+    entropy_share: float | None = setting(0.2, above=0, below=1)
+    """Smallest entropy as a share of that of the first steps."""
+    clipfrac: float | None = setting(0.3, above=0, below=1)
+    """Largest share of tokens where the clip is active."""
+    length_growth: float | None = setting(2.0, above=1)
+    """Largest mean response length as a multiple of that of the first steps."""
+    explained_variance: float | None = setting(0.0, at_most=1)
+    """Smallest explained variance of the critic, once it had two windows to learn."""
+    drift: float | None = setting(0.05, above=0)
+    """Largest mean difference between generation and training log-probs of the same weights."""
+    straggler_share: float | None = setting(0.1, above=0, below=1)
+    """Largest share of every step for which the others wait for one and the same rank."""
+
+
+@dataclass(**SECTION)
 class MonitorSettings:
     """What is shown and written during a run."""
 
@@ -59,7 +85,13 @@ class MonitorSettings:
     min_link_gbps: float | None = setting(None, above=0)
     """Slowest acceptable link between ranks in Gbit/s when its nominal speed is unknown."""
     wandb: bool = setting(False)
-    """Mirror the metrics to Weights & Biases."""
+    """Mirror the metrics to Weights & Biases; its WANDB_* variables say where."""
+    report: bool = setting(True)
+    """Write run_dir/report.html at the end of the run."""
+    peak_tflops: float | None = setting(None, above=0)
+    """Peak TFLOP/s of one device for the MFU; null: from the data sheets of known GPUs."""
+    alerts: AlertSettings = section(AlertSettings)
+    """Warnings when a run shows a known disease."""
     profile: ProfileSettings = section(ProfileSettings)
     """Profiler traces."""
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.algorithms.histograms import ratio_counts
 from megatron_rl.algorithms.kl import kl_loss
 from megatron_rl.algorithms.losses import (
     count_tokens,
@@ -77,6 +78,7 @@ def actor_loss(model: ParallelModel, config: Config, kl_coef: float) -> Loss:
             old_N, fields["rollout_logprobs"], weights != 0,
             clip_low=algorithm.clip_low, clip_high=algorithm.clip_high,
         )  # fmt: skip
+        metrics["ratio_hist"] = ratio_counts(logp_N.detach() - old_N, weights != 0)
         if algorithm.entropy_coef:
             total = total + algorithm.entropy_coef * bonus
         if algorithm.kl.placement == "loss":

@@ -1,20 +1,6 @@
-"""Names of everything that is logged, and seconds per phase.
-
-Names follow CleanRL where it has them; docs/metrics.md lists them all.
-"""
+"""Names of the losses' metrics: CleanRL's where it has them. docs/metrics.md lists all tags."""
 
 from __future__ import annotations
-
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
-
-PHASES = (
-    "generation", "scoring", "old_logprobs", "ref_logprobs", "values", "advantages",
-    "update_critic", "update_actor", "checkpoint", "evaluation",
-)  # fmt: skip
 
 ACTOR_NAMES = {
     "policy_loss": "policy/loss", "ratio": "policy/ratio", "approx_kl": "policy/approx_kl",
@@ -28,30 +14,3 @@ CRITIC_NAMES = {
     "value_loss": "value/loss", "value_clipfrac": "value/clipfrac", "value": "value/mean",
     "return": "value/return", "explained_variance": "value/explained_variance",
 }  # fmt: skip
-
-
-class PhaseTimer:
-    """Wall-clock seconds of each phase of a step; the device is drained at both ends."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        assert name in PHASES, f"{name!r} is not one of {PHASES}"
-        start = self._now()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def take(self) -> dict[str, float]:
-        """Seconds since the last call, by phase."""
-        seconds, self.seconds = self.seconds, {}
-        return seconds

@@ -1,8 +1,7 @@
-"""The numbers of a step: rollout statistics, losses, time."""
+"""The numbers of a step: rollout statistics, losses, time, memory, throughput."""
 
 from __future__ import annotations
 
-import resource
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,26 +10,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithms.metrics import mean_metrics
-from megatron_rl.config import Config
 from megatron_rl.engine.optimizer import StepResult
+from megatron_rl.monitor.flops import Workload
 from megatron_rl.monitor.metrics import ACTOR_NAMES, CRITIC_NAMES
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.batch import RolloutBatch
 
+Updates = dict[str, tuple[list[StepResult], dict[str, Tensor]]]
+"""Role → outcome of its optimizer steps, and the metric sums of its loss."""
 
-def rollout_metrics(batch: RolloutBatch, groups: ParallelGroups) -> dict[str, float]:
-    """Rewards, lengths and the KL from the reference, over all replicas.
 
-    The KL is measured before it shapes any reward: the mean per token, and per response.
+def rollout_metrics(
+    batch: RolloutBatch, groups: ParallelGroups
+) -> tuple[dict[str, float], Workload]:
+    """Rewards, lengths, the KL from the reference and the work that the rollout is.
+
+    Over all replicas. The KL is measured before it shapes any reward: the mean per token, and per
+    response.
     """
     lengths_B = batch.length_B.double()
     sums = {
         "samples": float(len(batch)), "reward": batch.scores_B.double().sum(),
         "reward_sq": batch.scores_B.double().square().sum(), "length": lengths_B.sum(),
         "prompt": float(sum(batch.prompt_lengths)), "truncated": (~batch.finished_B).sum(),
-        "trained": batch.mask_BR.double().sum(), "tokens": float(batch.tokens), "kl": 0.0,
+        "trained": batch.mask_BR.double().sum(), "kl": 0.0,
         "advantage": (batch.tensors["advantages"] * batch.mask_BR).double().sum(),
-    }  # fmt: skip
+    } | _work_of(batch)  # fmt: skip
     if "ref_logprobs" in batch.tensors:
         policy = batch.tensors.get("old_logprobs", batch.rollout_logprobs_BR)
         delta = (policy - batch.tensors["ref_logprobs"]) * batch.mask_BR
@@ -50,20 +55,39 @@ def rollout_metrics(batch: RolloutBatch, groups: ParallelGroups) -> dict[str, fl
         "reward/max": extremes[0].item(), "reward/min": -extremes[1].item(),
         "length/response_mean": total["length"] / n, "length/response_max": extremes[2].item(),
         "length/prompt_mean": total["prompt"] / n, "length/truncated": total["truncated"] / n,
-        "advantage/mean": total["advantage"] / trained, "tokens": total["tokens"],
+        "advantage/mean": total["advantage"] / trained,
     }  # fmt: skip
     if "ref_logprobs" in batch.tensors:
         metrics |= {"kl/ref": total["kl"] / trained, "kl/ref_per_response": total["kl"] / n}
-    return metrics
+    work = Workload(
+        prompt_tokens=total["prompt"], response_tokens=total["length"], contexts=total["contexts"],
+        generated_tokens=total["generated_tokens"],
+        generated_contexts=total["generated_contexts"],
+    )  # fmt: skip
+    return metrics, work
 
 
-def step_metrics(
-    rollout: dict[str, float], updates: dict[str, tuple[list[StepResult], dict[str, Tensor]]],
-    *, kl_coef: float, phases: dict[str, float], seconds: float,
-) -> dict[str, float]:  # fmt: skip
-    """Everything that one step logs, under its public names."""
-    metrics = dict(rollout)
-    tokens = metrics.pop("tokens")
+def _work_of(batch: RolloutBatch) -> dict[str, float]:
+    """Sums for `Workload`, of one replica."""
+    groups = batch.group_B.tolist()
+    firsts = {group: row for row, group in reversed(list(enumerate(groups)))}
+    shared = [batch.prompt_lengths[row] for row in firsts.values()]
+    squares = sum(
+        (p + r) ** 2
+        for p, r in zip(batch.prompt_lengths, batch.response_lengths, strict=True)
+    )  # fmt: skip
+    prompt_squares = sum(p**2 for p in batch.prompt_lengths)
+    shared_squares = sum(p**2 for p in shared)
+    return {
+        "contexts": squares / 2,
+        "generated_tokens": float(sum(shared) + sum(batch.response_lengths)),
+        "generated_contexts": (squares - prompt_squares + shared_squares) / 2,
+    }
+
+
+def learning_metrics(updates: Updates, *, kl_coef: float) -> dict[str, float]:
+    """Losses, gradient norms and learning rates of a step, under their public names."""
+    metrics = {"kl/coef": kl_coef}
     for role, (results, sums) in updates.items():
         names = ACTOR_NAMES if role == "actor" else CRITIC_NAMES
         steps = max(len(results), 1)
@@ -76,19 +100,7 @@ def step_metrics(
         metrics[f"{section}/grad_norm"] = sum(r.grad_norm for r in results) / steps
         metrics[f"{section}/learning_rate"] = results[-1].lr
         metrics[f"{section}/skipped_steps"] = float(sum(r.skipped for r in results))
-    metrics["kl/coef"] = kl_coef
-    metrics |= {f"perf/{name}_seconds": value for name, value in phases.items()}
-    metrics["perf/step_seconds"] = seconds
-    metrics["perf/tokens_per_second"] = tokens / seconds
-    metrics["perf/host_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    if torch.cuda.is_available():
-        metrics["perf/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     return metrics
-
-
-def eta(config: Config, step: int, done: int, elapsed: float) -> dict[str, float]:
-    """Estimated seconds to the end of the run."""
-    return {"perf/eta_seconds": elapsed / max(done, 1) * (config.training.steps - step)}
 
 
 @dataclass(kw_only=True, slots=True)

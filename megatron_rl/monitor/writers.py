@@ -1,55 +1,94 @@
-"""Where metrics go: TensorBoard, one JSONL, the terminal. Rank 0 only."""
+"""Where a run's numbers go: JSONL, TensorBoard, Weights & Biases, the terminal. Rank 0 only."""
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron_rl.config import Config
+from megatron_rl.monitor.alerts import Alert, Alerts
+from megatron_rl.monitor.console import Console
+from megatron_rl.monitor.redaction import redact
+from megatron_rl.monitor.run_folder import read_rows, reopen_rows, to_line
+from megatron_rl.monitor.tensorboard import TensorBoardWriter, samples_text
+from megatron_rl.monitor.wandb_mirror import WandbMirror
+from megatron_rl.runtime import log
+
+
+@dataclass(kw_only=True, slots=True)
+class StepRecord:
+    """Everything that one step writes.
+
+    Attributes:
+        histograms: tag → values of all replicas.
+        ratio_counts: see `algorithms.histograms.ratio_counts`; None without an actor update.
+        samples: prompts, responses and rewards.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    histograms: dict[str, Tensor] = field(default_factory=dict)
+    ratio_counts: Tensor | None = None
+    samples: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Writers:
-    """Writes each step's numbers everywhere that the configuration names.
+    """Writes each step everywhere that the configuration names, and watches for diseases.
 
     Args:
         first_step: steps already done (a resumed run); later points of the files are dropped.
     """
 
     def __init__(self, config: Config, *, total_steps: int, first_step: int) -> None:
-        self.folder = Path(config.run_dir)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        use_tensorboard = config.monitor.tensorboard
-        self.tensorboard = _tensorboard(self.folder, first_step) if use_tensorboard else None
-        self.metrics_file = _continued(self.folder / "metrics.jsonl", first_step)
-        self.samples_file = _continued(self.folder / "samples.jsonl", first_step)
-        self.console = Console(total_steps, first_step) if config.monitor.console else None
-        (self.folder / "config.yaml").write_text(config.to_yaml())
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        self._line(self.metrics_file, {"step": step, **metrics})
-        if self.tensorboard is not None:
-            for name, value in metrics.items():
-                self.tensorboard.add_scalar(name, value, step)
-        if self.console is not None:
-            self.console.step(step, metrics)
-
-    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            self._line(self.samples_file, {"step": step, **row})
-        if self.tensorboard is not None and rows:
-            text = "\n\n".join(
-                f"reward {row['reward']:.3f}\n```\n{row['prompt']}⏵{row['response']}\n```"
-                for row in rows
+        self.folder = folder = Path(config.run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        monitor, settings = config.monitor, redact(_flat(config.to_dict()))
+        self._metrics = reopen_rows(folder / "metrics.jsonl", first_step)
+        self._samples = reopen_rows(folder / "samples.jsonl", first_step)
+        self._alerts = reopen_rows(folder / "alerts.jsonl", first_step)
+        self.alerts = Alerts(monitor.alerts)
+        for row in read_rows(folder / "metrics.jsonl"):
+            if "perf/step_seconds" in row:  # steps, not evaluations
+                self.alerts.add(_numbers(row))
+        self.tensorboard = self.wandb = self.console = None
+        if monitor.tensorboard:
+            self.tensorboard = TensorBoardWriter(
+                folder / "tensorboard", first_step=first_step, hparams=settings
             )
-            self.tensorboard.add_text("samples", text, step)
+        if monitor.wandb:
+            self.wandb = WandbMirror(folder, settings, first_step=first_step)
+        if monitor.console:
+            self.console = Console(total_steps, first_step)
+
+    def phase(self, name: str) -> None:
+        if self.console is not None:
+            self.console.phase(name)
+
+    def step(self, record: StepRecord) -> None:
+        """A finished training step."""
+        step, board = record.step, self.tensorboard
+        for row in record.samples:
+            _append(self._samples, {"step": step, **row})
+        if board is not None:
+            for tag, values in record.histograms.items():
+                board.histogram(step, tag, values)
+            if record.ratio_counts is not None:
+                board.ratio_histogram(step, "distribution/ratio", record.ratio_counts)
+            if record.samples:
+                board.text(step, "samples", samples_text(record.samples))
+        self._scalars(step, record.metrics)
+        if self.console is not None:
+            self.console.step(step, record.metrics)
+        for alert in self.alerts.add(record.metrics):
+            self._alert(step, alert)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self._line(self.metrics_file, {"step": step, **metrics})
-        if self.tensorboard is not None:
-            for name, value in metrics.items():
-                self.tensorboard.add_scalar(name, value, step)
+        """An evaluation after `step` steps."""
+        self._scalars(step, metrics)
         self.note(
             f"evaluation at step {step} · mean reward {metrics['eval/reward_mean']:.3f} on "
             f"{metrics['eval/prompts']:.0f} held-out prompts"
@@ -60,87 +99,48 @@ class Writers:
         if self.console is not None:
             self.console.note(text)
 
-    def _line(self, file: Any, row: dict[str, Any]) -> None:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        file.flush()
+    def close(self, *, failed: bool) -> None:
+        """Closes all files; `failed` is what Weights & Biases shows."""
+        for part in (self.tensorboard, self.console):
+            if part is not None:
+                part.close()
+        if self.wandb is not None:
+            self.wandb.close(failed=failed)
+        for file in (self._metrics, self._samples, self._alerts):
+            file.close()
 
-    def close(self) -> None:
+    def _scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        _append(self._metrics, {"step": step, **metrics})
+        for mirror in (self.tensorboard, self.wandb):
+            if mirror is not None:
+                mirror.scalars(step, metrics)
+
+    def _alert(self, step: int, alert: Alert) -> None:
+        text = alert.message or f"{alert.rule}: over"
+        _append(self._alerts, {"step": step, "rule": alert.rule, "message": alert.message})
+        if alert.message is not None:
+            log.warning("step %d: %s", step, text)
+        else:
+            log.info("step %d: %s", step, text)
         if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.console is not None:
-            self.console.close()
-        self.metrics_file.close()
-        self.samples_file.close()
+            self.tensorboard.text(step, "alerts", f"**{alert.rule}** {text}")
 
 
-def _tensorboard(folder: Path, first_step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    purge = first_step + 1 if first_step else None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+def _append(file: Any, row: Mapping[str, Any]) -> None:
+    file.write(to_line(row))
+    file.flush()
 
 
-def _continued(path: Path, first_step: int) -> Any:
-    """Opens a JSONL for appending, without the rows after `first_step` of an undone run."""
-    rows = path.read_text().splitlines() if path.is_file() and first_step else []
-    kept = [row for row in rows if json.loads(row)["step"] <= first_step]
-    file = path.open("w")
-    file.writelines(row + "\n" for row in kept)
-    return file
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {tag: value for tag, value in row.items() if "/" in tag}
 
 
-class Console:
-    """One line per step, and in a terminal a progress bar with the estimated end."""
-
-    def __init__(self, total_steps: int, first_step: int) -> None:
-        from rich.console import Console as RichConsole
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        self.rich = RichConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
-        self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-            console=self.rich, disable=not sys.stdout.isatty(),
-        )  # fmt: skip
-        self.task = self.progress.add_task("steps", total=total_steps, completed=first_step)
-        self.total = total_steps
-        self.progress.start()
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        shown = (
-            ("reward", "reward/mean", ".3f"), ("kl", "kl/ref", ".4f"),
-            ("entropy", "policy/entropy", ".3f"), ("clip", "policy/clipfrac", ".3f"),
-            ("value loss", "value/loss", ".4f"), ("length", "length/response_mean", ".1f"),
-            ("s", "perf/step_seconds", ".1f"), ("tok/s", "perf/tokens_per_second", ".0f"),
-        )  # fmt: skip
-        parts = [f"{name} {metrics[key]:{form}}" for name, key, form in shown if key in metrics]
-        eta = metrics.get("perf/eta_seconds")
-        left = f" · {eta / 60:.1f} min left" if eta is not None else ""
-        self.rich.print(
-            f"step {step}/{self.total} · " + " · ".join(parts) + left,
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
-        self.progress.update(self.task, completed=step)
-
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self._line(self.metrics_file, {"step": step, **metrics})
-        if self.tensorboard is not None:
-            for name, value in metrics.items():
-                self.tensorboard.add_scalar(name, value, step)
-        self.note(
-            f"evaluation at step {step} · mean reward {metrics['eval/reward_mean']:.3f} on "
-            f"{metrics['eval/prompts']:.0f} held-out prompts"
-        )
-
-    def note(self, text: str) -> None:
-        self.rich.print(text, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self.progress.stop()
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
