@@ -14,6 +14,7 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.families import Architecture, read_architecture
 from megatron_rl.monitor import wandb_mirror
 from megatron_rl.rewards.base import RewardFunction, check_signature, load_reward
+from megatron_rl.rewards.model import SampleReader, check_reward_model
 from megatron_rl.rollout.prompts import Prompt, PromptFile, PromptStream
 from megatron_rl.text import TextTokenizer
 
@@ -26,7 +27,8 @@ class RunInputs:
     tokenizer: TextTokenizer
     stream: PromptStream
     eval_file: PromptFile | None
-    reward: RewardFunction
+    reward: RewardFunction | None
+    reward_reader: SampleReader | None
     architectures: dict[str, Architecture]
 
     @classmethod
@@ -50,6 +52,9 @@ class RunInputs:
                 "tokenizer",
                 setting="model.tokenizer.path",
             )
+        reader = None
+        if config.has_learned_reward:
+            reader = check_reward_model(config, architectures["reward"], tokenizer)
         _check_stop_texts(config, tokenizer)
         limit = min(
             x for x in (config.data.max_prompt_length, config.rollout.max_length,
@@ -68,7 +73,7 @@ class RunInputs:
         return cls(
             config=config, tokenizer=tokenizer, architectures=architectures, eval_file=eval_file,
             stream=PromptStream(train, shuffle=config.data.shuffle, seed=config.seed),
-            reward=_reward(config, reward),
+            reward=_reward(config, reward), reward_reader=reader,
         )  # fmt: skip
 
     def eval_prompts(self) -> list[Prompt]:
@@ -117,6 +122,7 @@ def _roles(config: Config) -> list[str]:
     roles = ["actor"]
     roles += ["critic"] if config.has_critic else []
     roles += ["reference"] if config.has_reference else []
+    roles += ["reward"] if config.has_learned_reward else []
     return roles
 
 
@@ -142,13 +148,25 @@ def _architecture(config: Config, role: str) -> Architecture:
     return architecture
 
 
-def _reward(config: Config, given: RewardFunction | None) -> RewardFunction:
+def _reward(config: Config, given: RewardFunction | None) -> RewardFunction | None:
+    """The reward function; None where a learned model alone rewards."""
+    settings, with_model = config.reward, config.has_learned_reward
     if given is not None:
-        return check_signature(given, getattr(given, "__name__", "reward"), {})
-    if config.reward.function is None:
+        return check_signature(
+            given, getattr(given, "__name__", "reward"), {}, with_model=with_model
+        )
+    if settings.function is not None:
+        return load_reward(settings.function, settings.kwargs, with_model=with_model)
+    if not with_model:
         raise ConfigError(
             "reward.function is null and no reward was passed to Trainer; name a function as "
-            "module:function or path/to/file.py:function",
+            "module:function or path/to/file.py:function, or a learned one with model.reward.path",
             setting="reward.function",
         )
-    return load_reward(config.reward.function, config.reward.kwargs)
+    if settings.kwargs:
+        raise ConfigError(
+            f"reward.kwargs is {settings.kwargs!r}, but reward.function is null: there is nothing "
+            "to pass them to; remove them or name a function",
+            setting="reward.kwargs",
+        )
+    return None

@@ -27,6 +27,7 @@ class Models:
     actor: Trainable
     critic: Trainable | None
     reference: ParallelModel | None
+    reward: ParallelModel | None
     engine: Engine
 
     def start_critic_at(self, scores_B: Tensor, groups: ParallelGroups) -> None:
@@ -52,11 +53,13 @@ def build_models(config: Config, inputs: RunInputs, world_size: int) -> Models:
     seed_model_parallel(config.seed, groups["actor"])
     actor = _trainable("actor", config, inputs, groups["actor"])
     critic = _trainable("critic", config, inputs, groups["critic"]) if config.has_critic else None
-    reference = None
-    if config.has_reference:
-        reference = _model("reference", config, inputs, groups["reference"], trainable=False)
+    frozen = {
+        role: _model(role, config, inputs, groups[role], trainable=False)
+        for role in ("reference", "reward")
+        if role in groups
+    }
     return Models(
-        actor=actor, critic=critic, reference=reference,
+        actor=actor, critic=critic, reference=frozen.get("reference"), reward=frozen.get("reward"),
         engine=Engine(actor.model, engine_settings(config)),
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,37 @@ class TextTokenizer:
     def __len__(self) -> int:
         return len(self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text` as it stands, without special tokens."""
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    @property
+    def chat_template(self) -> str | None:
+        """The template that turns a conversation into text; None: there is none."""
+        return self._tokenizer.chat_template
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Ids of a conversation, up to where the assistant's answer begins."""
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Ids of `text` as it stands; with the tokenizer's own special tokens if asked for."""
+        return self._tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+
+    def encode_chat(self, messages: list[dict[str, Any]], *, answered: bool = False) -> list[int]:
+        """Ids of a conversation, up to where the assistant's answer begins.
+
+        Args:
+            answered: the last message is that answer: the conversation ends with it.
+        """
         out = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True
+            messages, add_generation_prompt=not answered, return_dict=True
         )
         return list(out["input_ids"])
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids; special tokens are left out."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that turn every text into the same ids."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            parts = {"class": type(self._tokenizer).__name__, "model": self._tokenizer.get_vocab()}
+        else:
+            parts = json.loads(backend.to_str())
+        kept = {k: parts.get(k) for k in ("class", "added_tokens", "normalizer", "pre_tokenizer",
+                                          "model")}  # fmt: skip
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -25,6 +25,7 @@ from megatron_rl.monitor.phases import PhaseTimer
 from megatron_rl.monitor.run_monitor import RunMonitor
 from megatron_rl.monitor.summary import EvaluationResult, Updates
 from megatron_rl.rewards.base import RewardFunction, score
+from megatron_rl.rewards.model import learned_scores
 from megatron_rl.rollout.advantages import estimate_advantages
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.collect import collect, sampling_params
@@ -144,7 +145,7 @@ class Trainer:
                     first_request=EVALUATION_REQUESTS + first,
                 )  # fmt: skip
                 if batch is not None:
-                    score(batch, self.inputs.reward, self.groups)
+                    self._reward(batch)
                     total.add(batch)
         metrics = total.reduce(self.groups)
         self.monitor.evaluation(self.step_count, metrics)
@@ -198,7 +199,15 @@ class Trainer:
 
     def _score(self, batch: RolloutBatch) -> None:
         with self.timer.phase("scoring"):
-            score(batch, self.inputs.reward, self.groups)
+            self._reward(batch)
+
+    def _reward(self, batch: RolloutBatch) -> None:
+        """The learned model's scores, the function's, or both together."""
+        learned = None
+        if self.models.reward is not None:
+            reader = self.inputs.reward_reader
+            learned = learned_scores(batch, self.models.reward, reader, self.config)
+        score(batch, self.inputs.reward, self.groups, learned)
 
     def _evaluate_policies(self, batch: RolloutBatch) -> None:
         """Log-probs of the actor and the reference, values of the critic."""

@@ -85,3 +85,23 @@ def edit_config(folder: Path, **changes: Any) -> None:
     for key, value in changes.items():
         config.pop(key, None) if value is None else config.__setitem__(key, value)
     path.write_text(json.dumps(config))
+
+
+def write_tiny_reward_model(trunk: Path, folder: Path, *, seed: int = 3, **changes: Any) -> Path:
+    """A sequence classifier with one label on the weights of a tiny model, with its tokenizer.
+
+    Args:
+        changes: fields of config.json, see `edit_config`.
+    """
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        trunk, num_labels=1, dtype=torch.float32
+    )
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    write_byte_tokenizer(folder)
+    edit_config(folder, **changes)
+    return folder

@@ -75,7 +75,7 @@ class ModelSettings:
     reference: ReferenceRole = section(ReferenceRole)
     """The frozen policy for the KL divergence."""
     reward: FrozenRole = section(FrozenRole)
-    """A learned reward model; a null path means there is none."""
+    """A learned reward model (a sequence classifier with one label); a null path: there is none."""
     tokenizer: TokenizerSettings = section(TokenizerSettings)
     """The tokenizer that all models share."""
     trust_remote_code: bool = setting(False)

@@ -39,7 +39,6 @@ NOT_YET: dict[str, tuple[Predicate, str]] = {
     "model.reward.parallel": (_is_given, "a layout of its own for the reward model"),
     "model.reference.ranks": (_is_given, "a reference model on a subset of the ranks"),
     "model.reward.ranks": (_is_given, "a reward model on a subset of the ranks"),
-    "model.reward.path": (_is_given, "a learned reward model (use reward.function)"),
     "model.tokenizer.type": (_is("sentencepiece"), "SentencePiece tokenizers"),
     "algorithm.kl.estimator": (_is("full"), "the KL of the whole distribution"),
     "algorithm.dynamic_sampling.enable": (_is_true, "dynamic sampling"),

@@ -81,7 +81,7 @@ class RewardSettings:
     """The reward function."""
 
     function: str | None = setting(None, form=FUNCTION_FORM)
-    """Python function that scores a batch: module:function or file.py:function."""
+    """Function that scores a batch: module:function or file.py:function. Adds to model.reward."""
     kwargs: dict[str, Any] = setting({})
     """Keyword arguments for the function."""
 

@@ -160,6 +160,11 @@ class Config:
         return self.model.reference.enable
 
     @property
+    def has_learned_reward(self) -> bool:
+        """Whether a reward model scores the responses."""
+        return self.model.reward.path is not None
+
+    @property
     def samples_per_step(self) -> int:
         """Responses per training step over all replicas."""
         return self.rollout.batch_size * self.rollout.n

@@ -35,11 +35,14 @@ def rollout_metrics(
         "prompt": float(sum(batch.prompt_lengths)), "truncated": (~batch.finished_B).sum(),
         "trained": batch.mask_BR.double().sum(), "kl": 0.0,
         "advantage": (batch.tensors["advantages"] * batch.mask_BR).double().sum(),
+        "model_scores": 0.0,
     } | _work_of(batch)  # fmt: skip
     if "ref_logprobs" in batch.tensors:
         policy = batch.tensors.get("old_logprobs", batch.rollout_logprobs_BR)
         delta = (policy - batch.tensors["ref_logprobs"]) * batch.mask_BR
         sums["kl"] = delta.double().sum()
+    if "model_scores" in batch.tensors:
+        sums["model_scores"] = batch.tensors["model_scores"].double().sum()
     values = torch.tensor([float(v) for v in sums.values()], dtype=torch.float64)
     extremes = torch.tensor(
         [float(batch.scores_B.max()), -float(batch.scores_B.min()), float(lengths_B.max())],
@@ -57,6 +60,8 @@ def rollout_metrics(
         "length/prompt_mean": total["prompt"] / n, "length/truncated": total["truncated"] / n,
         "advantage/mean": total["advantage"] / trained,
     }  # fmt: skip
+    if "model_scores" in batch.tensors:
+        metrics["reward/model_mean"] = total["model_scores"] / n
     if "ref_logprobs" in batch.tensors:
         metrics |= {"kl/ref": total["kl"] / trained, "kl/ref_per_response": total["kl"] / n}
     work = Workload(

@@ -102,8 +102,7 @@ class PromptFile:
     def _tokenise(self, record: dict[str, Any], number: int) -> tuple[str, list[int]]:
         prompt = record[self.key]
         if self.chat_template:
-            chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-            token_ids = self.tokenizer.encode_chat(chat)
+            token_ids = self.tokenizer.encode_chat(as_conversation(prompt))
         else:
             token_ids = self.tokenizer.encode(prompt)
         if not 0 < len(token_ids) <= self.limit:
@@ -117,6 +116,11 @@ class PromptFile:
 
     def _refuse(self, message: str) -> None:
         raise ConfigError(f"{self.setting}: {message}", setting=self.setting)
+
+
+def as_conversation(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a prompt; a text is what the user says."""
+    return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
 
 
 class PromptStream:
