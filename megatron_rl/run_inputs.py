@@ -43,6 +43,7 @@ class RunInputs:
             wandb_mirror.check_installed()
         architectures = {role: _architecture(config, role) for role in _roles(config)}
         actor = architectures["actor"]
+        _check_vocabularies(config, architectures)
         folder = config.model.tokenizer.path or config.role_path("actor")
         tokenizer = TextTokenizer(folder, trust_remote_code=config.model.trust_remote_code)
         if len(tokenizer) > actor.vocab:
@@ -104,6 +105,18 @@ def _check_plugins(config: Config) -> None:
         except ValueError as error:
             setting = f"algorithm.{name}"
             raise ConfigError(f"{setting}: {error}", setting=setting) from error
+
+
+def _check_vocabularies(config: Config, architectures: dict[str, Architecture]) -> None:
+    sizes = {role: architectures[role].vocab for role in ("actor", "reference")
+             if role in architectures}  # fmt: skip
+    if config.algorithm.kl.estimator == "full" and len(set(sizes.values())) > 1:
+        raise ConfigError(
+            f"algorithm.kl.estimator is 'full', but the vocabularies differ ({sizes}): whole "
+            "distributions can't be compared; use a reference of the actor's family or "
+            "algorithm.kl.estimator=k3",
+            setting="algorithm.kl.estimator",
+        )
 
 
 def _check_stop_texts(config: Config, tokenizer: TextTokenizer) -> None:

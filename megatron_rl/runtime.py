@@ -156,6 +156,12 @@ def _choose_device(config: Config, env: Environment) -> torch.device:
         )
     if count >= local_ranks:
         return torch.device("cuda", env.local_rank)
+    if config.model.attention_backend == "varlen":
+        raise ConfigError(
+            "model.attention_backend is 'varlen', but this run is on the CPU, where torch has no "
+            "packed attention; set model.attention_backend=torch",
+            setting="model.attention_backend",
+        )
     return torch.device("cpu")
 
 

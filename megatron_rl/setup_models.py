@@ -85,7 +85,8 @@ def _model(
     model = build_model(
         role, inputs.architectures[role], groups, dtype=config.training.dtype,
         sp=config.parallel.sp, recompute=config.training.recompute if trainable else "none",
-        backend=config.model.layer_spec, trainable=trainable,
+        backend=config.model.layer_spec, attention=config.model.attention_backend,
+        trainable=trainable,
     )  # fmt: skip
     load_huggingface(model, config.role_path(role), fresh_head=role == "critic")
     return model

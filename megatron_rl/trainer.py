@@ -7,6 +7,7 @@ phase is one call into the module that knows how.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_rl.convert.huggingface import export_huggingface
 from megatron_rl.engine.optimizer import Trainable
 from megatron_rl.engine.passes import logprob_pass, value_pass
 from megatron_rl.engine.update import actor_loss, critic_loss, mini_batches, update_step
+from megatron_rl.models.flops import sample_flops
 from megatron_rl.monitor.out_of_memory import explain_out_of_memory
 from megatron_rl.monitor.phases import PhaseTimer
 from megatron_rl.monitor.run_monitor import RunMonitor
@@ -28,7 +30,9 @@ from megatron_rl.rewards.base import RewardFunction, score
 from megatron_rl.rewards.model import learned_scores
 from megatron_rl.rollout.advantages import estimate_advantages
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.rollout.collect import collect, sampling_params
+from megatron_rl.rollout.collect import collect, prompts_per_block, sampling_params
+from megatron_rl.rollout.dynamic_sampling import fill_batch
+from megatron_rl.rollout.exchange import balance
 from megatron_rl.run_inputs import RunInputs
 from megatron_rl.runtime import Environment, Runtime, StoppedBySignal, log
 from megatron_rl.setup_models import Models, build_models
@@ -72,7 +76,7 @@ class Trainer:
             if kl.adaptive.enable
             else FixedKL(kl.coef)
         )
-        self.step_count, self.closed = 0, False
+        self.step_count, self.samples_drawn, self.closed = 0, 0, False
         self.critic_biased = False
         self.last_metrics: dict[str, float] = {}
         self.checkpoints = self._checkpoints()
@@ -117,8 +121,7 @@ class Trainer:
             The metrics that are logged, equal on all ranks.
         """
         self.monitor.begin_step(self.step_count + 1)
-        batch = self._rollout()
-        self._score(batch)
+        batch, sampling = self._rollout()
         self._evaluate_policies(batch)
         with self.timer.phase("advantages"):
             estimate_advantages(
@@ -126,7 +129,9 @@ class Trainer:
             )
         updates = self._update(batch)
         self.step_count += 1
-        metrics = self.monitor.end_step(self.step_count, batch, updates, kl_coef=self.kl.coef)
+        metrics = self.monitor.end_step(
+            self.step_count, batch, updates, kl_coef=self.kl.coef, more=sampling
+        )
         if "kl/ref_per_response" in metrics:
             self.kl.update(metrics["kl/ref_per_response"], self.config.samples_per_step)
         self.last_metrics = metrics
@@ -176,30 +181,49 @@ class Trainer:
 
     # ---- phases --------------------------------------------------------------------------------
 
-    def _rollout(self) -> RolloutBatch:
+    def _rollout(self) -> tuple[RolloutBatch, dict[str, float]]:
+        """Generated and scored samples of the step, spread over the replicas by cost."""
+        config, groups, metrics = self.config, self.groups, {}
+        if config.algorithm.dynamic_sampling.enable:
+            batch, metrics = fill_batch(
+                self._draw, prompts=config.rollout.batch_size, n=config.rollout.n,
+                max_batches=config.algorithm.dynamic_sampling.max_batches, groups=groups,
+            )  # fmt: skip
+        else:
+            batch = self._draw()
+        return balance(
+            batch, groups, cost=partial(sample_flops, self.inputs.architectures["actor"]),
+            block=prompts_per_block(config, groups.layout.dp),
+        ), metrics  # fmt: skip
+
+    def _draw(self, first_index: int = 0) -> RolloutBatch:
+        """Samples for the next `rollout.batch_size` prompts, with their scores."""
         config = self.config
         prompts = self.inputs.stream.take(config.rollout.batch_size)
         with self.timer.phase("generation"):
             self.models.actor.finish_param_gather()
             batch = self._generate(
                 prompts, n=config.rollout.n, temperature=config.rollout.temperature,
-                first_request=self.step_count * config.samples_per_step,
+                first_request=self.samples_drawn, first_index=first_index,
             )  # fmt: skip
         assert batch is not None, "rollout.batch_size gives every replica a prompt: checked"
+        self.samples_drawn += config.samples_per_step
+        with self.timer.phase("scoring"):
+            self._reward(batch)
         return batch
 
-    def _generate(self, prompts: list, *, n: int, temperature: float, first_request: int):
+    def _generate(
+        self, prompts: list, *, n: int, temperature: float, first_request: int,
+        first_index: int = 0,
+    ) -> RolloutBatch | None:  # fmt: skip
         sampling = sampling_params(
             self.config, self.inputs.tokenizer, temperature=temperature, seed=self.config.seed
         )
         return collect(
             self.models.engine, self.inputs.tokenizer, prompts, n=n, sampling=sampling,
-            first_request=first_request, block=max(self.config.mini_batch_size // n, 1),
+            first_request=first_request, first_index=first_index,
+            block=prompts_per_block(self.config, self.groups.layout.dp),
         )  # fmt: skip
-
-    def _score(self, batch: RolloutBatch) -> None:
-        with self.timer.phase("scoring"):
-            self._reward(batch)
 
     def _reward(self, batch: RolloutBatch) -> None:
         """The learned model's scores, the function's, or both together."""
@@ -230,19 +254,20 @@ class Trainer:
         """Epochs of mini-batches for the critic and the actor."""
         config, algorithm, models = self.config, self.config.algorithm, self.models
         updates: Updates = {}
-        jobs: list[tuple[str, Trainable, Any, str]] = []
+        jobs: list[tuple[str, Trainable, Any, str, Any]] = []
         if models.critic is not None:
-            jobs.append(("critic", models.critic, critic_loss(config), "token_mean"))
+            jobs.append(("critic", models.critic, critic_loss(config), "token_mean", None))
         if self.step_count >= algorithm.critic_warmup_steps:
-            loss = actor_loss(models.actor.model, config, self.kl.coef)
-            jobs.append(("actor", models.actor, loss, algorithm.loss_aggregation))
-        for role, trainable, loss, aggregation in jobs:
+            reference = models.reference if algorithm.kl.estimator == "full" else None
+            loss = actor_loss(models.actor.model, config, self.kl.coef, reference)
+            jobs.append(("actor", models.actor, loss, algorithm.loss_aggregation, reference))
+        for role, trainable, loss, aggregation, reference in jobs:
             results, parts = [], []
             with self.timer.phase(f"update_{role}"):
                 for _ in range(config.training.epochs):
-                    for samples in mini_batches(batch, config, self.groups):
+                    for samples in mini_batches(batch, config):
                         result, sums = update_step(
-                            trainable, batch, samples, config, loss, aggregation
+                            trainable, batch, samples, config, loss, aggregation, reference
                         )
                         results.append(result)
                         parts.append(sums)
@@ -252,10 +277,14 @@ class Trainer:
     # ---- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step_count, "critic_biased": self.critic_biased}
+        return {
+            "step": self.step_count, "samples_drawn": self.samples_drawn,
+            "critic_biased": self.critic_biased,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step_count, self.critic_biased = state["step"], state["critic_biased"]
+        self.step_count, self.samples_drawn = state["step"], state["samples_drawn"]
+        self.critic_biased = state["critic_biased"]
 
     def _checkpoints(self) -> CheckpointManager:
         settings = self.config.checkpoint

@@ -67,9 +67,15 @@ def kl_loss(
             "the policy near the reference; use k2 or k3, or put k1 in the reward",
             stacklevel=2,
         )
+    delta = torch.where(weights != 0, logp - ref_logp, 0.0)
+    return weighted_kl(kl_penalty(delta, torch.zeros_like(delta), estimator, clamp), weights)
+
+
+def weighted_kl(kl: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Any per-token divergence as a loss: what `kl_loss` returns, also for the exact KL of
+    `vocab_kl.py`. Untrained tokens may hold anything."""
     live = weights != 0
-    delta = torch.where(live, logp - ref_logp, 0.0)
-    kl = kl_penalty(delta, torch.zeros_like(delta), estimator, clamp)
+    kl = torch.where(live, kl, 0.0)
     loss_sum = (weights * kl).sum()
     metrics = {
         "kl_loss": loss_sum.detach().clone(),

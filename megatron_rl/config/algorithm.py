@@ -30,7 +30,7 @@ class KLSettings:
     """The divergence from the reference model and what is done with it."""
 
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = setting("k1")
-    """Per token estimator: k1, k2, k3, |k1| (abs), or the whole distribution (full)."""
+    """Per token estimator: k1, k2, k3, |k1| (abs), or the whole distribution (full, as a loss)."""
     clamp: float = setting(10.0, above=0)
     """Bound on the magnitude of k3, which grows exponentially."""
     placement: Literal["none", "reward", "loss"] = setting("none")

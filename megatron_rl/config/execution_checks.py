@@ -53,6 +53,10 @@ def _check_models(config: Config) -> None:
             rule = f"is the revision of model.{role}.path, which is null"
             way_out = f"set model.{role}.path too or remove it"
             refuse(f"model.{role}.revision", model.revision, rule, way_out)
+    if config.model.attention_backend == "varlen" and config.training.dtype == "fp32":
+        rule = "torch's packed attention computes in half precision only"
+        way_out = "set training.dtype=bf16 or model.attention_backend=torch"
+        refuse("model.attention_backend", "varlen", rule, way_out)
     reference = config.model.reference
     if not reference.enable and reference.path is not None:
         rule = "has no effect while model.reference.enable is false"

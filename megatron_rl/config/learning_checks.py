@@ -100,6 +100,8 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_kl(config: Config) -> None:
     kl = config.algorithm.kl
+    if kl.estimator == "full":
+        _check_full_kl(config)
     if kl.placement == "none":
         way_out = "set algorithm.kl.placement=reward or loss, or remove it"
         if kl.coef > 0:
@@ -116,6 +118,29 @@ def _check_kl(config: Config) -> None:
     if kl.adaptive.enable and kl.coef == 0:
         rule = "an adaptive coefficient is multiplied in each step and can't leave 0"
         refuse("algorithm.kl.coef", kl.coef, rule, "start from a value > 0, such as 0.2")
+
+
+def _check_full_kl(config: Config) -> None:
+    placement, rollout = config.algorithm.kl.placement, config.rollout
+    way_out = "set algorithm.kl.placement=loss, or algorithm.kl.estimator=k1"
+    if placement == "none":
+        rule = "only a loss compares whole distributions, and algorithm.kl.placement=none"
+        refuse("algorithm.kl.estimator", "full", rule, way_out)
+    if placement == "reward":
+        rule = (
+            "in the reward, the divergence of a state does not depend on the token chosen there, "
+            "so that it would not steer that choice"
+        )
+        refuse("algorithm.kl.estimator", "full", rule, way_out)
+    for name, value, off in (("top_k", rollout.top_k, 0), ("top_p", rollout.top_p, 1.0)):
+        if value != off:
+            rule = f"compares whole distributions, and rollout.{name}={value} trains a cut one"
+            way_out = f"set rollout.{name}={off} or algorithm.kl.estimator=k3"
+            refuse("algorithm.kl.estimator", "full", rule, way_out)
+    if config.role_parallel("reference") != config.role_parallel("actor"):
+        rule = "needs the vocabulary of reference and actor cut alike"
+        way_out = "remove model.reference.parallel or use algorithm.kl.estimator=k3"
+        refuse("algorithm.kl.estimator", "full", rule, way_out)
 
 
 def _check_lengths(config: Config) -> None:
@@ -151,6 +176,9 @@ def _check_batches(config: Config) -> None:
     if micro is not None and training.max_tokens_per_micro_batch is not None:
         rule = "training.max_tokens_per_micro_batch also decides the size of a micro-batch"
         refuse("training.micro_batch_size", micro, rule, "keep one of the two")
+    if not training.packing and training.max_tokens_per_micro_batch is not None:
+        rule = "training.max_tokens_per_micro_batch counts the tokens of packed sequences"
+        refuse("training.packing", False, rule, "use training.micro_batch_size")
     if micro is not None and micro > config.mini_batch_size:
         rule = f"is larger than the mini-batch of {config.mini_batch_size} samples"
         refuse("training.micro_batch_size", micro, rule, f"use at most {config.mini_batch_size}")

@@ -81,7 +81,7 @@ class ModelSettings:
     trust_remote_code: bool = setting(False)
     """Allow Python code inside a model folder to run. Only for folders whose code you read."""
     attention_backend: Literal["auto", "torch", "varlen"] = setting("auto")
-    """Attention in training: torch (per sequence), varlen (packed, CUDA); auto picks what runs."""
+    """Attention in training: torch (per sequence), varlen (packed; CUDA, bf16 or fp16), or auto."""
     layer_spec: Literal["auto", "local", "te"] = setting("auto")
     """Linear layers and norms: local (ours), te (Transformer Engine); auto: te when it imports."""
 

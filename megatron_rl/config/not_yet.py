@@ -40,10 +40,7 @@ NOT_YET: dict[str, tuple[Predicate, str]] = {
     "model.reference.ranks": (_is_given, "a reference model on a subset of the ranks"),
     "model.reward.ranks": (_is_given, "a reward model on a subset of the ranks"),
     "model.tokenizer.type": (_is("sentencepiece"), "SentencePiece tokenizers"),
-    "algorithm.kl.estimator": (_is("full"), "the KL of the whole distribution"),
-    "algorithm.dynamic_sampling.enable": (_is_true, "dynamic sampling"),
     "rollout.max_cache_len": (_is_given, "a window over the KV cache"),
-    "model.attention_backend": (_is("torch", "varlen"), "choosing the attention of training"),
     "rollout.backend": (_is("vllm"), "generation by vLLM"),
     "hybrid_engine.mode": (_is("micro_dp", "auto"), "a generation layout of its own"),
     "hybrid_engine.share_embeddings": (

@@ -74,6 +74,8 @@ class TrainingSettings:
     """Samples per forward pass on one replica; null: max_tokens_per_micro_batch decides."""
     max_tokens_per_micro_batch: int | None = setting(None, at_least=1)
     """Tokens per forward pass on one replica, packed. Both null: one pass per mini-batch."""
+    packing: bool = setting(True)
+    """Sequences of a micro-batch stand right behind one another; false pads them to the longest."""
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32")
     """Type of weights and activations; gradients are reduced and applied in fp32."""
     grad_reduce: Literal["ddp", "distributed_optimizer", "manual"] = setting(

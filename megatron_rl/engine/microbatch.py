@@ -9,11 +9,12 @@ Shapes: B sequences, R longest response, T stream tokens, N head rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rl.models.attention import AttentionBatch
 from megatron_rl.models.gpt import ParallelModel
@@ -32,6 +33,8 @@ class MicroBatch:
         sample_N, step_N: which sequence of the batch, and which response step, row n belongs to.
         fields: per-row tensors `[N]` of the loss.
         samples: indices of its sequences in the batch it was cut from; empty when inert.
+        reference_NE: the reference model's final hidden states, for the KL of whole distributions
+            (on the last stage; see `passes.attach_reference`).
     """
 
     tokens_T: Tensor
@@ -41,6 +44,7 @@ class MicroBatch:
     step_N: Tensor
     fields: dict[str, Tensor] = field(default_factory=dict)
     samples: list[int] = field(default_factory=list)
+    reference_NE: Tensor | None = None
 
     @property
     def inert(self) -> bool:
@@ -51,16 +55,16 @@ class MicroBatch:
         missing = length - len(self.tokens_T)
         assert missing >= 0, f"can't pad {len(self.tokens_T)} tokens to {length}"
         if missing:
-            self.tokens_T = torch.nn.functional.pad(self.tokens_T, (0, missing))
+            self.tokens_T = pad(self.tokens_T, (0, missing))
             positions = self.attention.positions_T
-            self.attention.positions_T = torch.nn.functional.pad(positions, (0, missing))
+            self.attention.positions_T = pad(positions, (0, missing))
         return self
 
 
 def pack(
     sequences: Sequence[Tensor], prompt_lengths: Sequence[int], *, model: ParallelModel,
     rows: str = "all", samples: Sequence[int] | None = None,
-    fields: dict[str, Tensor] | None = None,
+    fields: dict[str, Tensor] | None = None, padded: bool = False,
 ) -> MicroBatch:  # fmt: skip
     """Packs whole sequences into one micro-batch on the model's device.
 
@@ -72,14 +76,17 @@ def pack(
             last token of each sequence).
         samples: index of each sequence in the caller's batch; default 0…B−1.
         fields: `[batch, R]` tensors, gathered at (sample, step) of every row.
+        padded: fill every sequence with zeros to the longest; no row and no causal attention of a
+            real token ever sees them.
     """
     assert rows in ROWS, f"rows must be one of {ROWS}, not {rows!r}"
     device = model.device
     lengths = [len(s) for s in sequences]
     samples = list(range(len(sequences))) if samples is None else list(samples)
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = torch.cat(list(sequences))
-    positions = torch.cat([torch.arange(n) for n in lengths])
+    spans = [max(lengths)] * len(lengths) if padded else lengths
+    starts = torch.tensor([0, *spans]).cumsum(0)
+    tokens = torch.cat([pad(s, (0, n - len(s))) for s, n in zip(sequences, spans, strict=True)])
+    positions = torch.cat([torch.arange(n) for n in spans])
     row_index, sample_index, step_index, labels = [], [], [], []
     for i, (length, prompt) in enumerate(zip(lengths, prompt_lengths, strict=True)):
         first = {"all": 0, "last": length - 1}.get(rows, prompt - 1)
@@ -96,7 +103,7 @@ def pack(
         tokens_T=tokens.to(device), labels_N=torch.cat(labels).to(device),
         sample_N=sample_N.to(device), step_N=step_N.to(device), samples=samples,
         attention=AttentionBatch(
-            positions_T=positions.to(device), lengths=lengths,
+            positions_T=positions.to(device), lengths=spans,
             cu_seqlens_B1=starts.to(torch.int32).to(device),
             rows_N=None if rows == "all" else torch.cat(row_index).to(device),
         ),
@@ -105,10 +112,13 @@ def pack(
     return batch.padded_to(-(-len(tokens) // multiple) * multiple)
 
 
-def inert(model: ParallelModel, like: MicroBatch) -> MicroBatch:
-    """A micro-batch that changes nothing: it takes part in every collective with zero weight."""
-    rows = "all" if like.attention.rows_N is None else "response"
-    zeros = {name: torch.zeros(1, 1, dtype=x.dtype) for name, x in like.fields.items()}
+def inert(model: ParallelModel, rows: str, fields: Mapping[str, Tensor]) -> MicroBatch:
+    """A micro-batch that changes nothing: it takes part in every collective with zero weight.
+
+    Args:
+        rows, fields: as the real micro-batches have them; only names and types of the fields count.
+    """
+    zeros = {name: torch.zeros(1, 1, dtype=x.dtype) for name, x in fields.items()}
     batch = pack([torch.zeros(2, dtype=torch.int64)], [1], model=model, rows=rows, fields=zeros)
     batch.samples = []
     return batch
@@ -128,7 +138,10 @@ def fit_schedule(
     count = len(batches) if count is None else count
     if layout.vpp > 1:
         count = -(-count // layout.pp) * layout.pp
-    batches = batches + [inert(model, batches[0]) for _ in range(count - len(batches))]
+    rows = "all" if batches[0].attention.rows_N is None else "response"
+    batches = batches + [
+        inert(model, rows, batches[0].fields) for _ in range(count - len(batches))
+    ]
     if layout.pp > 1:
         longest = max(len(b.tokens_T) for b in batches)
         batches = [b.padded_to(longest) for b in batches]
@@ -150,14 +163,16 @@ def balanced_split(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def partition(
-    lengths: Sequence[int], *, micro_batch_size: int | None, max_tokens: int | None
-) -> list[list[int]]:
+    lengths: Sequence[int], *, micro_batch_size: int | None, max_tokens: int | None,
+    costs: Sequence[float] | None = None,
+) -> list[list[int]]:  # fmt: skip
     """Indices of the sequences of each micro-batch.
 
     Args:
         lengths: tokens of each sequence.
         micro_batch_size: sequences per micro-batch, in order; or
-        max_tokens: token budget per micro-batch, balanced by length.
+        max_tokens: token budget per micro-batch, balanced by cost.
+        costs: of each sequence; default: its tokens.
 
     Raises:
         ValueError: if a sequence is longer than the budget.
@@ -174,7 +189,7 @@ def partition(
         )
     parts = -(-sum(lengths) // max_tokens)
     while True:
-        lists = balanced_split(lengths, parts)
+        lists = balanced_split(costs or lengths, parts)
         if all(sum(lengths[i] for i in part) <= max_tokens for part in lists):
             return [part for part in lists if part]
         parts += 1

@@ -9,6 +9,8 @@ Shapes: B samples, R longest response, N head rows of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +18,13 @@ from torch import Tensor
 
 from megatron_rl.algorithms.logprobs import vocab_parallel_logprobs
 from megatron_rl.algorithms.truncation import truncation_threshold_T
+from megatron_rl.algorithms.vocab_kl import vocab_parallel_kl
 from megatron_rl.config import Config
 from megatron_rl.engine.microbatch import MicroBatch, pack, partition
 from megatron_rl.engine.schedule import forward_only
+from megatron_rl.models.flops import sample_flops
 from megatron_rl.models.gpt import ParallelModel
+from megatron_rl.models.heads import vocabulary_logits
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.batch import RolloutBatch
 
@@ -33,22 +38,54 @@ def token_logprobs(
     The one function between logits and log-probs in training: the temperature and the top-k/top-p
     mask are those of the rollout.
     """
-    rollout, shard = config.rollout, dict(
-        group=model.groups.tp, vocab_start=model.vocab_start, vocab_size=model.arch.vocab,
-        padded_vocab_size=model.padded_vocab,
-    )  # fmt: skip
+    rollout, shard = config.rollout, _vocabulary_shard(model)
     temperature, threshold_N = rollout.temperature or 1.0, None
     if rollout.top_k or rollout.top_p < 1.0:
         threshold_N = truncation_threshold_T(
-            logits_NV.detach(), rollout.top_k, rollout.top_p, shard["group"],
-            vocab_start=shard["vocab_start"], vocab_size=shard["vocab_size"],
-            padded_vocab_size=shard["padded_vocab_size"], temperature=temperature,
-        )  # fmt: skip
+            logits_NV.detach(), rollout.top_k, rollout.top_p, temperature=temperature, **shard
+        )
     out = vocab_parallel_logprobs(
         logits_NV, labels_N, temperature=temperature, with_entropy=with_entropy,
         min_logit_T=threshold_N, **shard,
     )  # fmt: skip
     return out if with_entropy else (out, None)
+
+
+def full_kl(
+    logits_NV: Tensor, micro: MicroBatch, model: ParallelModel, reference: ParallelModel,
+    config: Config,
+) -> Tensor:  # fmt: skip
+    """KL(policy ‖ reference) of each row over the whole vocabulary, fp32 `[N]`.
+
+    The reference's logits exist beside the policy's for this micro-batch only; they are made of
+    `micro.reference_NE`, which takes hidden / vocabulary of their memory. An inert row has none
+    and gets 0.
+    """
+    ref_NV = logits_NV.detach()
+    if not micro.inert:
+        ref_NV = vocabulary_logits(micro.reference_NE, reference.chunks[-1].head_weight()).detach()
+    return vocab_parallel_kl(
+        logits_NV, ref_NV, temperature=config.rollout.temperature or 1.0, **_vocabulary_shard(model)
+    )
+
+
+def attach_reference(micro_batches: list[MicroBatch], reference: ParallelModel) -> None:
+    """Runs the reference over micro-batches of the actor and keeps its final hidden states.
+
+    All of them go through the pipeline in one call; a forward of another model can't run inside
+    the loss function, which only the last stage calls.
+    """
+    views = [replace(m, attention=replace(m.attention, hidden_only=True)) for m in micro_batches]
+    hidden = forward_only(reference, views, lambda rows_NE, micro: rows_NE)
+    for micro, rows_NE in zip(micro_batches, hidden, strict=False):  # empty but on the last stage
+        micro.reference_NE = rows_NE
+
+
+def _vocabulary_shard(model: ParallelModel) -> dict[str, Any]:
+    return dict(
+        group=model.groups.tp, vocab_start=model.vocab_start, vocab_size=model.arch.vocab,
+        padded_vocab_size=model.padded_vocab,
+    )  # fmt: skip
 
 
 def make_microbatches(
@@ -58,15 +95,20 @@ def make_microbatches(
     """Cuts (part of) a rollout into micro-batches by the configured size or token budget."""
     samples = range(len(batch)) if samples is None else samples
     training = config.training
+    lengths = [len(batch.sequences[i]) for i in samples]
     parts = partition(
-        [len(batch.sequences[i]) for i in samples], micro_batch_size=training.micro_batch_size,
+        lengths, micro_batch_size=training.micro_batch_size,
         max_tokens=training.max_tokens_per_micro_batch,
+        costs=[
+            sample_flops(model.arch, length, batch.response_lengths[i])
+            for length, i in zip(lengths, samples, strict=True)
+        ],
     )  # fmt: skip
     chosen = [[samples[k] for k in part] for part in parts]
     return [
         pack(
             [batch.sequences[i] for i in part], [batch.prompt_lengths[i] for i in part],
-            model=model, rows=rows, samples=part, fields=fields,
+            model=model, rows=rows, samples=part, fields=fields, padded=not training.packing,
         )
         for part in chosen
     ]  # fmt: skip

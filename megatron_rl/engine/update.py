@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithms.histograms import ratio_counts
-from megatron_rl.algorithms.kl import kl_loss
+from megatron_rl.algorithms.kl import kl_loss, weighted_kl
 from megatron_rl.algorithms.losses import (
     count_tokens,
     entropy_loss,
@@ -28,9 +28,14 @@ from megatron_rl.algorithms.metrics import add_metrics, reduce_metrics
 from megatron_rl.algorithms.plugins import POLICY_LOSS_FUNCTION_ARGS, load_function
 from megatron_rl.algorithms.rollout_correction import drift_metrics, truncated_importance_weights
 from megatron_rl.config import Config
-from megatron_rl.engine.microbatch import MicroBatch
+from megatron_rl.engine.microbatch import MicroBatch, inert
 from megatron_rl.engine.optimizer import StepResult, Trainable
-from megatron_rl.engine.passes import make_microbatches, token_logprobs
+from megatron_rl.engine.passes import (
+    attach_reference,
+    full_kl,
+    make_microbatches,
+    token_logprobs,
+)
 from megatron_rl.engine.schedule import forward_backward
 from megatron_rl.models.gpt import ParallelModel
 from megatron_rl.parallel import ParallelGroups
@@ -39,8 +44,12 @@ from megatron_rl.rollout.batch import RolloutBatch
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
-def actor_loss(model: ParallelModel, config: Config, kl_coef: float) -> Loss:
+def actor_loss(
+    model: ParallelModel, config: Config, kl_coef: float, reference: ParallelModel | None = None
+) -> Loss:
     """Policy loss, entropy bonus and KL loss of the configured algorithm.
+
+    `reference` is needed for the KL of whole distributions (`algorithm.kl.estimator: full`).
 
     Fields of a micro-batch: `weights`, `advantages`, `rollout_logprobs`, and where they exist
     `old_logprobs` and `ref_logprobs`. Without `old_logprobs` this is the first and only update on
@@ -82,10 +91,15 @@ def actor_loss(model: ParallelModel, config: Config, kl_coef: float) -> Loss:
         if algorithm.entropy_coef:
             total = total + algorithm.entropy_coef * bonus
         if algorithm.kl.placement == "loss":
-            kl, kl_metrics = kl_loss(
-                logp_N, fields["ref_logprobs"], weights, algorithm.kl.estimator,
-                algorithm.kl.clamp,
-            )  # fmt: skip
+            if algorithm.kl.estimator == "full":
+                kl, kl_metrics = weighted_kl(
+                    full_kl(logits_NV, micro, model, reference, config), weights
+                )
+            else:
+                kl, kl_metrics = kl_loss(
+                    logp_N, fields["ref_logprobs"], weights, algorithm.kl.estimator,
+                    algorithm.kl.clamp,
+                )  # fmt: skip
             total, metrics = total + kl_coef * kl, metrics | kl_metrics
         return total, metrics
 
@@ -105,24 +119,27 @@ def critic_loss(config: Config) -> Loss:
     return loss
 
 
-def mini_batches(batch: RolloutBatch, config: Config, groups: ParallelGroups) -> list[list[int]]:
+def mini_batches(batch: RolloutBatch, config: Config) -> list[list[int]]:
     """This replica's samples of each optimizer step of an epoch, in order.
 
-    Every replica takes the same number of steps; the last may be shorter.
+    A sample's number in the step decides, so all replicas take the same steps, with the samples
+    that any other layout would take; a replica may have none in some of them.
     """
-    per_replica = max(config.mini_batch_size // groups.layout.dp, 1)
-    most = _max_over(len(batch), groups)
-    return [
-        list(range(start, min(start + per_replica, len(batch))))
-        for start in range(0, most, per_replica)
-    ]
+    size = config.mini_batch_size
+    lists: list[list[int]] = [[] for _ in range(-(-config.samples_per_step // size))]
+    for row, index in enumerate(batch.index_B.tolist()):
+        lists[index // size].append(row)
+    return lists
 
 
 def update_step(
     trainable: Trainable, batch: RolloutBatch, samples: list[int], config: Config, loss: Loss,
-    aggregation: str,
+    aggregation: str, reference: ParallelModel | None = None,
 ) -> tuple[StepResult, dict[str, Tensor]]:  # fmt: skip
     """One optimizer step on the given samples.
+
+    Args:
+        reference: model whose hidden states the loss needs for the KL of whole distributions.
 
     Returns:
         The step's outcome and metric sums over all replicas (on every rank).
@@ -142,7 +159,9 @@ def update_step(
     }  # fmt: skip
     micro = make_microbatches(
         batch, model, config, rows="response", samples=samples, fields=fields
-    )
+    ) or [inert(model, "response", fields)]
+    if reference is not None and samples:
+        attach_reference(micro, reference)
     trainable.zero_grad()
     parts = forward_backward(model, micro, loss, _max_over(len(micro), groups))
     return trainable.step(), share_metrics(parts, groups)

@@ -56,6 +56,8 @@ class AttentionBatch(PackedSeqParams):
             smaller than T: the rest is padding, which attends to nothing and is never read.
         lengths: the same lengths on the host (avoids a device sync).
         rows_N: int64 `[N]`, stream positions that the head computes; None: all T.
+        hidden_only: the last stage returns the rows' final hidden states `[N, E]` and not what
+            its head makes of them.
         cache: paged KV cache for generation; None in training.
     """
 
@@ -64,6 +66,7 @@ class AttentionBatch(PackedSeqParams):
     cu_seqlens_B1: Tensor | None = None
     lengths: list[int] = field(default_factory=list)
     rows_N: Tensor | None = None
+    hidden_only: bool = False
     cache: PagedCache | None = None
     _rotary: tuple[Tensor, Tensor] | None = None
     _padding: tuple[Tensor, Tensor] | None = None
@@ -127,17 +130,25 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
 
 
 def packed_causal_attention(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, batch: AttentionBatch, scale: float
-) -> Tensor:
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, batch: AttentionBatch, scale: float,
+    backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Causal attention within each sequence of a packed stream.
+
+    Args:
+        backend: "torch" (a grid, or one sequence after the other), "varlen" (torch's packed kernel:
+            CUDA and half precision), or "auto": varlen where it runs. No order of arithmetic of
+            training's attention is decided anywhere else.
 
     Returns:
         `[T, H, D]`; rows past the last sequence (padding) are zero.
     """
-    if q_THD.is_cuda:
+    if backend == "auto":
+        backend = "varlen" if q_THD.is_cuda and q_THD.dtype != torch.float32 else "torch"
+    if backend == "varlen":
         return _packed_varlen(q_THD, k_TGD, v_TGD, batch, scale)
     longest, real = max(batch.lengths), sum(batch.lengths)
-    if longest * len(batch.lengths) <= 2 * real + 64:
+    if q_THD.is_cuda or longest * len(batch.lengths) <= 2 * real + 64:
         return _packed_as_grid(q_THD, k_TGD, v_TGD, batch, scale)
     out = q_THD.new_zeros(q_THD.shape)
     pieces, start = [], 0
@@ -175,9 +186,6 @@ def _packed_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     real, longest = sum(batch.lengths), max(batch.lengths)
-    dtype = q_THD.dtype
-    if dtype == torch.float32:
-        return _packed_as_grid(q_THD, k_TGD, v_TGD, batch, scale)
     out = varlen_attn(
         q_THD[:real], k_TGD[:real], v_TGD[:real], batch.cu_seqlens_B1, batch.cu_seqlens_B1,
         longest, longest, scale=scale, window_size=(-1, 0), **_grouped_heads(varlen_attn),
@@ -256,7 +264,9 @@ class CoreAttention(MegatronModule):
         cos, sin = batch.rotary(self.inv_freq)
         q_THD, k_TGD = rotate(query, cos, sin), rotate(key, cos, sin)
         if batch.cache is None:
-            out = packed_causal_attention(q_THD, k_TGD, value, batch, self.scale)
+            out = packed_causal_attention(
+                q_THD, k_TGD, value, batch, self.scale, self.config.packed_attention
+            )
         else:
             write_cache(batch.cache, self.cache_layer, k_TGD, value)
             out = paged_attention(

@@ -25,6 +25,7 @@ class ModelConfig(TransformerConfig):
     """Megatron's transformer config plus what our attention needs."""
 
     rope: Rope = field(default_factory=Rope)
+    packed_attention: str = "auto"
 
 
 class RLModel(GPTModel):
@@ -48,6 +49,8 @@ class RLModel(GPTModel):
             hidden_states, packed_seq_params.rows_N, tp_group=self.pg_collection.tp,
             sequence_parallel=self.config.sequence_parallel, sharded=self.head == "lm",
         )  # fmt: skip
+        if packed_seq_params.hidden_only:
+            return hidden_NE
         if self.head == "value":
             return self.output_layer(hidden_NE)
         return vocabulary_logits(hidden_NE, self.head_weight())
@@ -113,8 +116,9 @@ def globalise_layer(name: str, offset: int) -> str:
 
 
 def transformer_config(
-    arch: Architecture, groups: ParallelGroups, *, dtype: str, sp: bool, recompute: str
-) -> ModelConfig:
+    arch: Architecture, groups: ParallelGroups, *, dtype: str, sp: bool, recompute: str,
+    attention: str = "auto",
+) -> ModelConfig:  # fmt: skip
     """Megatron's configuration of `arch` under a layout.
 
     `calculate_per_token_loss` makes Megatron's DDP sum gradients instead of averaging them: our
@@ -137,6 +141,7 @@ def transformer_config(
         normalization="RMSNorm", layernorm_epsilon=arch.norm_eps, gated_linear_unit=True,
         activation_func=F.silu, add_bias_linear=False, add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm, hidden_dropout=0.0, attention_dropout=0.0, rope=arch.rope,
+        packed_attention=attention,
         params_dtype=torch_dtype, pipeline_dtype=torch_dtype, bf16=dtype == "bf16",
         fp16=dtype == "fp16", tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -157,7 +162,8 @@ def _leave_empty(weight: Tensor) -> Tensor:
 
 def build_model(
     role: str, arch: Architecture, groups: ParallelGroups, *, dtype: str = "fp32", sp: bool = False,
-    recompute: str = "none", backend: str = "auto", trainable: bool = False,
+    recompute: str = "none", backend: str = "auto", attention: str = "auto",
+    trainable: bool = False,
 ) -> ParallelModel:  # fmt: skip
     """Allocates this rank's part of a model; the weights are still to be loaded.
 
@@ -168,7 +174,9 @@ def build_model(
     """
     layout = groups.layout
     arch.check_layout(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, name=f"the {role} model")
-    config = transformer_config(arch, groups, dtype=dtype, sp=sp, recompute=recompute)
+    config = transformer_config(
+        arch, groups, dtype=dtype, sp=sp, recompute=recompute, attention=attention
+    )
     if backend == "auto":
         on_gpu = torch.cuda.is_available()
         backend = "te" if on_gpu and transformer_engine_available() else "local"

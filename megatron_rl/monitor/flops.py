@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.models.families import Architecture
+from megatron_rl.models.flops import forward_flops
 
 # Dense peak TFLOP/s in the manufacturers' data sheets: (bf16 and fp16, fp32 outside tensor cores).
 # The first name that is part of the device's name counts.
@@ -45,22 +46,6 @@ class Workload:
     @property
     def tokens(self) -> float:
         return self.prompt_tokens + self.response_tokens
-
-
-def forward_flops(
-    arch: Architecture, *, tokens: float, contexts: float, rows: float, vocabulary: bool
-) -> float:
-    """Operations of a forward pass.
-
-    Args:
-        tokens: tokens that pass through the layers.
-        contexts: keys they meet, added up.
-        rows: tokens that pass through the head: the vocabulary projection, or a value head.
-    """
-    attention = arch.heads * arch.head_dim
-    weights = arch.hidden * (2 * attention + 2 * arch.kv_heads * arch.head_dim + 3 * arch.ffn)
-    layers = arch.layers * (2 * weights * tokens + 4 * attention * contexts)
-    return layers + 2 * arch.hidden * (arch.vocab if vocabulary else 1) * rows
 
 
 def phase_flops(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -80,16 +81,20 @@ class RunMonitor:
         self.step_started = time.monotonic()
 
     def end_step(
-        self, step: int, batch: RolloutBatch, updates: Updates, *, kl_coef: float
-    ) -> dict[str, float]:
+        self, step: int, batch: RolloutBatch, updates: Updates, *, kl_coef: float,
+        more: Mapping[str, float],
+    ) -> dict[str, float]:  # fmt: skip
         """Brings the step's numbers together and writes them; a collective over all ranks.
+
+        Args:
+            more: further metrics of this step under their public names.
 
         Returns:
             The metrics, equal on all ranks.
         """
         self.profiler.end(step)
         metrics, work = rollout_metrics(batch, self.groups)
-        metrics |= learning_metrics(updates, kl_coef=kl_coef)
+        metrics |= learning_metrics(updates, kl_coef=kl_coef) | more
         metrics |= self._performance(step, work)
         scores_B, lengths_B = self._of_all_replicas(batch)
         if self.writers is not None:

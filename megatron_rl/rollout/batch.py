@@ -5,10 +5,12 @@ Shapes: B samples of this replica, R longest response among them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rl.generation.sequence import Response
 from megatron_rl.rollout.prompts import Prompt
@@ -22,6 +24,8 @@ class RolloutBatch:
         prompts, texts: prompt and decoded response of each sample.
         sequences: int64 `[length]`, prompt then response.
         prompt_lengths, response_lengths: tokens.
+        index_B: int64, number of the sample among those of the step over all replicas, prompt by
+            prompt: what decides its mini-batch, so that no layout can.
         group_B: int64, the prompt that each sample answers (unique over replicas).
         finished_B: bool, False where the length limit cut the response.
         mask_BR: 1 on trained response tokens, 0 on padding.
@@ -36,6 +40,7 @@ class RolloutBatch:
     sequences: list[Tensor]
     prompt_lengths: list[int]
     response_lengths: list[int]
+    index_B: Tensor
     group_B: Tensor
     finished_B: Tensor
     mask_BR: Tensor
@@ -53,13 +58,49 @@ class RolloutBatch:
 
     @property
     def length_B(self) -> Tensor:
-        return torch.tensor(self.response_lengths)
+        return torch.tensor(self.response_lengths, dtype=torch.int64)
+
+    def take(self, rows: Sequence[int]) -> RolloutBatch:
+        """The samples at `rows`, in that order, with everything known about them."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        values = {
+            name: [value[i] for i in rows] if isinstance(value, list) else value[index]
+            for name, value in self._columns().items()
+        }
+        tensors = {name: value[index] for name, value in self.tensors.items()}
+        return RolloutBatch(**values, tensors=tensors)
+
+    def _columns(self) -> dict[str, list | Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tensors"}
+
+
+def concatenate(parts: Sequence[RolloutBatch]) -> RolloutBatch:
+    """All samples of the parts, one part after the other, padded to the longest response."""
+    width = max(part.mask_BR.shape[1] for part in parts)
+    columns = [part._columns() for part in parts]
+    joined = {}
+    for name, first in columns[0].items():
+        values = [column[name] for column in columns]
+        joined[name] = sum(values, []) if isinstance(first, list) else _stack(values, width)
+    tensors = {
+        name: _stack([part.tensors[name] for part in parts], width) for name in parts[0].tensors
+    }
+    return RolloutBatch(**joined, tensors=tensors)
+
+
+def _stack(values: list[Tensor], width: int) -> Tensor:
+    """`[B]` or `[B, R]` tensors below one another."""
+    return torch.cat([v if v.dim() == 1 else pad(v, (0, width - v.shape[1])) for v in values])
 
 
 def make_batch(
-    prompts: list[Prompt], responses: list[Response], texts: list[str], groups: list[int]
+    prompts: list[Prompt], responses: list[Response], texts: list[str], index: list[int], n: int = 1
 ) -> RolloutBatch:
-    """Assembles a batch from generated responses (no scores yet)."""
+    """Assembles a batch from generated responses (no scores yet), `n` for each prompt.
+
+    Args:
+        index: number of each sample in the step, prompt by prompt.
+    """
     lengths = [len(r.token_ids) for r in responses]
     width = max(lengths)
     mask_BR = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
@@ -69,7 +110,8 @@ def make_batch(
     return RolloutBatch(
         prompts=prompts, texts=texts, response_lengths=lengths,
         sequences=[torch.tensor(r.prompt_ids + r.token_ids) for r in responses],
-        prompt_lengths=[len(r.prompt_ids) for r in responses], group_B=torch.tensor(groups),
+        prompt_lengths=[len(r.prompt_ids) for r in responses],
+        index_B=torch.tensor(index), group_B=torch.tensor(index) // n,
         finished_B=torch.tensor([r.finish_reason == "stop" for r in responses]),
         mask_BR=mask_BR.float(), rollout_logprobs_BR=logprobs_BR,
         scores_B=torch.zeros(len(responses)),

@@ -38,6 +38,13 @@ def sampling_params(
     )  # fmt: skip
 
 
+def prompts_per_block(config: Config, dp: int) -> int | None:
+    """Prompts that are spread over the replicas together: those of one mini-batch, or the whole
+    batch (None) where a mini-batch has fewer prompts than there are replicas."""
+    prompts = config.mini_batch_size // config.rollout.n
+    return prompts if prompts >= dp else None
+
+
 def replica_share(count: int, groups: ParallelGroups, block: int | None = None) -> list[int]:
     """Indices of a batch of `count` prompts that this replica works on.
 
@@ -54,7 +61,7 @@ def replica_share(count: int, groups: ParallelGroups, block: int | None = None) 
 
 def collect(
     engine: Engine, tokenizer: TextTokenizer, prompts: list[Prompt], *, n: int,
-    sampling: SamplingParams, first_request: int, block: int | None = None,
+    sampling: SamplingParams, first_request: int, first_index: int = 0, block: int | None = None,
 ) -> RolloutBatch | None:  # fmt: skip
     """Generates `n` samples for each of this replica's prompts.
 
@@ -62,6 +69,7 @@ def collect(
         prompts: of the whole batch, the same on every rank.
         first_request: number of the batch's first sample in the run. It keys the noise, so that
             samples depend neither on the layout nor on where they are generated.
+        first_index: number of the batch's first sample in the step.
         block: prompts per mini-batch, see `replica_share`.
 
     Returns:
@@ -76,4 +84,7 @@ def collect(
         requests=[first_request + i * n + s for i, s in mine],
     )  # fmt: skip
     texts = [tokenizer.decode(r.token_ids) for r in responses]
-    return make_batch([prompts[i] for i, _ in mine], responses, texts, [i for i, _ in mine])
+    return make_batch(
+        [prompts[i] for i, _ in mine], responses, texts,
+        [first_index + i * n + s for i, s in mine], n,
+    )  # fmt: skip

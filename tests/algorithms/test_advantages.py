@@ -236,3 +236,39 @@ def test_bad_input_is_refused():
         rloo(torch.zeros(3), tensor([0, 0]))
     with pytest.raises(ValueError, match="sample, population or none"):
         group_advantages(torch.zeros(2), tensor([0, 0]), std="unbiased")
+
+
+@given(seed=st.integers(0, 2**16), groups=st.integers(1, 4), n=st.integers(2, 4))
+@settings(max_examples=40, deadline=None)
+def test_no_estimator_sees_order_padding_or_what_is_masked(seed, groups, n):
+    """Samples in another order, wider padding, and garbage behind the mask: the same advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = groups * n, 7
+    rewards, values = torch.randn(2, rows, width, generator=generator)
+    mask = (torch.rand(rows, width, generator=generator) < 0.7).float()
+    mask[:, 0] = 1.0
+    scores = torch.randn(rows, generator=generator)
+    group = torch.arange(groups).repeat_interleave(n)
+
+    def everything(order, extra, garbage):
+        def widen(x):
+            x = torch.where(mask[order].bool(), x[order], garbage)
+            return torch.nn.functional.pad(x, (0, extra), value=garbage)
+
+        live = torch.nn.functional.pad(mask[order], (0, extra))
+        r, v, s, g = widen(rewards), widen(values), scores[order], group[order]
+        return [
+            x[:, :width]
+            for x in (
+                *gae(r, v, live, gamma=0.9, lam=0.8),
+                *reinforce_plus_plus(r, live, 0.9),
+                reinforce_plus_plus_baseline(s, g, live),
+                broadcast_to_tokens(group_advantages(s, g, std="sample"), live),
+                broadcast_to_tokens(rloo(s, g), live),
+            )
+        ]
+
+    plain = everything(torch.arange(rows), 0, 0.0)
+    order = torch.randperm(rows, generator=generator)
+    for got, want in zip(everything(order, 3, float("nan")), plain, strict=True):
+        torch.testing.assert_close(got, want[order], atol=2e-5, rtol=2e-5)

@@ -106,7 +106,31 @@ CASES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
         ("algorithm.kl.coef = 0.0", "can't leave 0", "0.2"),
     ),
     (("algorithm.kl.adaptive.enable=true",), ("adaptive.enable = true", "no coefficient", "set")),
+    *(
+        ((f"algorithm.kl={{estimator: full, placement: {placement}, coef: {coef}}}",),
+         ("algorithm.kl.estimator = 'full'", rule, "placement=loss"))
+        for placement, coef, rule in (("none", 0, "only a loss"), ("reward", 0.1, "not steer"))
+    ),
+    *(
+        (("algorithm.kl={estimator: full, placement: loss, coef: 0.1}", f"rollout.{cut}"),
+         ("algorithm.kl.estimator = 'full'", f"rollout.{cut} trains a cut one", "estimator=k3"))
+        for cut in ("top_k=5", "top_p=0.5")
+    ),
+    (
+        ("algorithm.dynamic_sampling.enable=true",),
+        ("dynamic_sampling.enable = true", "rollout.n is 1", "2 or more"),
+    ),
+    (("algorithm.dynamic_sampling.max_batches=3",), ("max_batches = 3", "no effect", "enable")),
+    (
+        ("model.attention_backend=varlen",),
+        ("attention_backend = 'varlen'", "half precision", "dtype=bf16"),
+    ),
     # contradictions: lengths and batches
+    (
+        ("data.max_prompt_length=9", "training.packing=false",
+         "training.max_tokens_per_micro_batch=999"),
+        ("training.packing = false", "counts", "micro_batch_size"),
+    ),
     (
         ("rollout.max_new_tokens=4", "rollout.min_new_tokens=5"),
         ("rollout.min_new_tokens = 5", "max_new_tokens=4", "at most 4"),

@@ -35,10 +35,6 @@ CASES = [
         ("gradient_compression.enable = true", "manual", "distributed_optimizer"),
     ),
     (
-        ("algorithm.dynamic_sampling.enable=true",),
-        ("dynamic_sampling.enable = true", "rollout.n is 1", "2 or more"),
-    ),
-    (
         ("algorithm.name=rloo", "rollout.n=2", "hybrid_engine.share_embeddings=joint"),
         ("share_embeddings = 'joint'", "no critic", "remove it"),
     ),
@@ -62,6 +58,14 @@ def test_fitting_generation_layout_is_accepted(load, monkeypatch) -> None:
     monkeypatch.setattr(not_yet, "NOT_YET", {})
     layout = "hybrid_engine={mode: micro_dp, generation_tp: 2, generation_pp: 1, micro_dp_size: 4}"
     assert load("parallel={tp: 4, pp: 2}", layout).hybrid_engine.micro_dp_size == 4
+
+
+def test_full_kl_needs_both_vocabularies_cut_alike(load, monkeypatch) -> None:
+    monkeypatch.setattr(not_yet, "NOT_YET", {})
+    kl = "algorithm.kl={estimator: full, placement: loss, coef: 0.1}"
+    load(kl, "parallel.tp=2", "model.reference.parallel={tp: 2}")
+    with pytest.raises(ConfigError, match="cut alike.*remove model.reference.parallel"):
+        load(kl, "parallel.tp=2", "model.reference.parallel={tp: 1}")
 
 
 def test_a_model_of_its_own_layout_is_checked_against_the_world(load, monkeypatch) -> None:

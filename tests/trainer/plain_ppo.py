@@ -25,12 +25,18 @@ class PlainPPO:
         self.head = torch.nn.Linear(hidden, 1).double()
         torch.nn.init.zeros_(self.head.weight)
         self.fresh_head = True
+        self.gradients: dict[str, list[dict[str, Tensor]]] = {"policy": [], "value": []}
         self.kl_coef, self.gamma, self.lam = kl_coef, gamma, lam
         self.clip, self.value_clip, self.clip_grad = clip, value_clip, clip_grad
         adam = dict(lr=lr, eps=eps, betas=(0.9, 0.95), weight_decay=0.0)
         self.actor_optimizer = torch.optim.AdamW(self.actor.parameters(), **adam)
         self.critic_parameters = [*self.critic.parameters(), *self.head.parameters()]
         self.critic_optimizer = torch.optim.AdamW(self.critic_parameters, **adam)
+
+    def _critic_names(self) -> dict[str, Tensor]:
+        """The critic's parameters under the names of a Hugging Face folder with a score head."""
+        head = {"score.weight": self.head.weight, "score.bias": self.head.bias}
+        return dict(self.critic.named_parameters(prefix="model")) | head
 
     def logprobs(self, model, tokens: Tensor, prompt: int) -> Tensor:
         logits = model(tokens[None]).logits[0, prompt - 1 : -1]
@@ -54,16 +60,19 @@ class PlainPPO:
         for d in data:
             d["advantages"] = (d["advantages"] - mean) / (std + 1e-8)
         losses = {"policy": [], "value": []}
-        for name, loss, optimizer, parameters in (
-            ("value", self._value_loss, self.critic_optimizer, self.critic_parameters),
-            ("policy", self._policy_loss, self.actor_optimizer, list(self.actor.parameters())),
+        for name, loss, optimizer, named in (
+            ("value", self._value_loss, self.critic_optimizer, self._critic_names()),
+            ("policy", self._policy_loss, self.actor_optimizer,
+             dict(self.actor.named_parameters())),
         ):
+            parameters = list(named.values())
             for _ in range(epochs):
                 for chosen in mini_batches:
                     tokens = sum(len(data[i]["old"]) for i in chosen)
                     total = sum(loss(samples[i], data[i]).sum() for i in chosen) / tokens
                     optimizer.zero_grad()
                     total.backward()
+                    self.gradients[name].append({n: p.grad.clone() for n, p in named.items()})
                     torch.nn.utils.clip_grad_norm_(parameters, self.clip_grad)
                     optimizer.step()
                     losses[name].append(total.item())

@@ -13,6 +13,11 @@ def vowels(prompts, responses, records):
     return [sum(c.islower() for c in r) / max(len(r), 1) for r in responses]
 
 
+def starts_small(prompts, responses, records):
+    """0 or 1: often the same for all samples of a prompt."""
+    return [float(r[:1].islower()) for r in responses]
+
+
 def write_prompts(folder: Path, count: int = 24) -> Path:
     path = folder / "prompts.jsonl"
     rows = [{"prompt": f"{QUESTIONS[i % len(QUESTIONS)]} {i}"} for i in range(count)]

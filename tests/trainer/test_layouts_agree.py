@@ -63,16 +63,3 @@ def test_reward_rises(ranks, tiny_model_dir, tmp_path, name):
     rewards = [m["reward/mean"] for m in ranks(2, run_case.run, values, 20)[0]]
     print(name, [round(r, 3) for r in rewards])
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15, rewards
-
-
-@pytest.mark.ranks
-def test_first_update_has_ratio_one(ranks, tiny_model_dir, tmp_path):
-    for placement in ("reward", "none"):
-        values = run_case.settings(
-            str(tiny_model_dir), tmp_path, training__epochs=1, training__mini_batch_size=None,
-            algorithm__kl={"placement": placement, "coef": 0.05 * (placement == "reward")},
-        )  # fmt: skip
-        metrics = ranks(2, run_case.run, values, 1)[0][0]
-        assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
-        assert metrics["policy/clipfrac"] == 0.0
-        assert metrics["drift/max_abs"] < 1e-4
