@@ -23,6 +23,8 @@ EXTRAS = {
     # NVIDIA's Apex is built from source; the PyPI package of that name is something else entirely.
     "te": ["transformer-engine[pytorch]>=2.0"],
     "vllm": ["vllm>=0.8"],
+    # What tests/peers compares with.
+    "peers": ["trl>=1.10"],
     "dev": [
         "gguf>=0.10",  # launch/gguf_to_hf.py
         "hypothesis>=6.100",

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from curves import draw
 
 from megatron_rl import cuda_on_cpu
 
@@ -28,7 +29,6 @@ RUNS = {
     "int8, error feedback": {"error_feedback": True},
     "int8, stochastic rounding": {"stochastic_rounding": True},
 }
-COLOURS = ("#222222", "#d95f02", "#1b9e77", "#7570b3")
 
 
 def corpus() -> torch.Tensor:
@@ -116,45 +116,6 @@ def losses(trainable, data: torch.Tensor, steps: int) -> list[float]:
     return history
 
 
-def smoothed(values: list[float], width: int = 10) -> list[float]:
-    return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width)
-            for i in range(len(values))]  # fmt: skip
-
-
-def draw(curves: dict[str, list[float]], path: Path) -> None:
-    """The curves over each other (mean of 10 steps), as an SVG."""
-    width, height, left, bottom = 760, 400, 60, 40
-    lines = {name: smoothed(values) for name, values in curves.items()}
-    low = min(min(v) for v in lines.values())
-    high = max(max(v) for v in lines.values())
-    steps = max(len(v) for v in lines.values())
-
-    def x(step: float) -> float:
-        return left + step / max(1, steps - 1) * (width - left - 20)
-
-    def y(value: float) -> float:
-        return 20 + (high - value) / (high - low) * (height - bottom - 20)
-
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-             'font-family="sans-serif" font-size="12">'
-             f'<rect width="{width}" height="{height}" fill="white"/>']  # fmt: skip
-    for tick in range(6):
-        value = low + (high - low) * tick / 5
-        parts.append(f'<path d="M{left} {y(value):.1f}H{width - 20}" stroke="#ddd"/>'
-                     f'<text x="8" y="{y(value) + 4:.1f}">{value:.2f}</text>')  # fmt: skip
-        step = (steps - 1) * tick // 5
-        parts.append(f'<text x="{x(step) - 8:.1f}" y="{height - 18}">{step}</text>')
-    parts.append(f'<text x="{width / 2}" y="{height - 4}">optimizer step</text>'
-                 f'<text x="{left + 6}" y="14">loss per token (nats)</text>')  # fmt: skip
-    for index, (name, values) in enumerate(lines.items()):
-        points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(values))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[index]}" '
-                     'stroke-width="1.5" stroke-opacity="0.8"/>'
-                     f'<text x="{width - 220}" y="{40 + 18 * index}" fill="{COLOURS[index]}">'
-                     f"{name}</text>")  # fmt: skip
-    path.write_text("\n".join([*parts, "</svg>"]))
-
-
 def report(name: str, curves: dict[str, list[float]]) -> None:
     tail, exact = (sum(curves[run][-TAIL:]) / TAIL for run in (name, "fp32"))
     line = {"run": name, "tail_loss": round(tail, 5), "against_fp32": f"{tail / exact - 1:+.3%}"}
@@ -182,7 +143,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 report(name, curves)
     if dist.get_rank() == 0 and options.picture:
-        draw(curves, options.picture)
+        draw(curves, options.picture, x="optimizer step", y="loss per token (nats)")
     dist.destroy_process_group()
 
 

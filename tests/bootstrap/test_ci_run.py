@@ -25,7 +25,7 @@ def test_ci_is_green_when_no_slow_test_exists(ci):
     assert result.returncode == 0, result.stdout
     assert result.stdout.rstrip().endswith("===== 3 passed in 1.00s =====")
     stages = summary(result)
-    assert list(stages) == ["lint", "fast", "slow", "slurm", "browser"]
+    assert list(stages) == ["lint", "fast", "peers", "slow", "slurm", "browser"]
     assert "3 passed" in stages["fast"] and "no such test" in stages["slurm"]
 
 
@@ -53,5 +53,5 @@ def test_ci_fails_when_a_stage_fails_but_runs_the_others(ci, failing):
     result = ci.run(".ci/run", **variables)
     assert result.returncode == 1
     stages = summary(result)
-    assert list(stages) == ["lint", "fast", "slow", "slurm", "browser"]
+    assert list(stages) == ["lint", "fast", "peers", "slow", "slurm", "browser"]
     assert ("exit 2" in stages["slow"]) == (failing != "RUFF_STATUS")

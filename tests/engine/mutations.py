@@ -81,10 +81,10 @@ def _one_long_sequence(original: Any) -> Any:
     return attention
 
 
-def _positions_run_on(original: Any) -> Any:
+def _positions_of_zero(original: Any) -> Any:
     def pack(*args, **kwargs):
         batch = original(*args, **kwargs)
-        batch.attention.positions_T = torch.arange(len(batch.tokens_T))
+        batch.attention.positions_T = torch.zeros_like(batch.attention.positions_T)
         return batch
 
     return pack
@@ -101,10 +101,10 @@ def _value_gradient_summed(original: Any) -> Any:
 
 
 def _rows_shifted(original: Any) -> Any:
-    """The head reads the state after each response token instead of the one before."""
+    """The head reads the state of one token too early."""
 
     def select(hidden, rows_N, **kwargs):
-        return original(hidden, rows_N if rows_N is None else rows_N + 1, **kwargs)
+        return original(hidden, (rows_N - 1).clamp(min=0), **kwargs)
 
     return select
 
@@ -166,8 +166,8 @@ MUTATIONS: dict[str, tuple[dict[str, Any], Change]] = {
     "attend_across_sequences": (
         dict(), ("megatron_rl.models.attention", "packed_causal_attention", _one_long_sequence)
     ),
-    "positions_run_on": (dict(), ("megatron_rl.engine.passes", "pack", _positions_run_on)),
-    "head_reads_the_next_state": (
+    "positions_of_zero": (dict(), ("megatron_rl.engine.passes", "pack", _positions_of_zero)),
+    "head_reads_an_earlier_state": (
         dict(packing=False), ("megatron_rl.models.gpt", "select_rows", _rows_shifted)
     ),
 }  # fmt: skip
