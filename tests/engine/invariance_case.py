@@ -21,7 +21,6 @@ AXES: dict[str, tuple] = {
 ONE_RANK = dict(
     dp=1, tensor="tp1", pipeline="pp1", micro=8, packing=True, recompute="none", reduce="ddp"
 )
-OBJECTIVES = ("ppo_actor", "ppo_critic", "grpo")
 MOST_RANKS = 8
 
 LENGTHS = [(3, 5), (1, 9), (6, 2), (60, 12), (4, 4), (2, 1), (5, 7), (7, 3)]
@@ -166,25 +165,34 @@ def complete_gradients(trainable: Any) -> None:
                 dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
 
 
-def step(trainable: Any, batch: Any, config: Any, loss: Any, reference: Any = None) -> dict:
-    """The trainer's update of one mini-batch, watched from inside."""
+def step(
+    trainable: Any, batch: Any, config: Any, loss: Any, reference: Any = None, update: bool = True
+) -> dict:
+    """The trainer's update of one mini-batch, watched from inside; without `update` the weights
+    stay as they are, and the next objective can be measured on them."""
     from megatron_rl.algorithms.metrics import mean_metrics
     from megatron_rl.convert.huggingface import gathered_tensors
+    from megatron_rl.engine.optimizer import StepResult
     from megatron_rl.engine.update import mini_batches, update_step
 
     found: dict[str, Any] = {}
-    update = trainable.step
+    original = trainable.step
 
     def watched_step():
         complete_gradients(trainable)
         found["gradients"] = _tensors(gathered_tensors(trainable.model, value=gradient_of))
-        return update()
+        if update:
+            return original()
+        return StepResult(grad_norm=0.0, skipped=True, lr=0.0)
 
     trainable.step = watched_step
     (samples,) = mini_batches(batch, config)
     aggregation = config.algorithm.loss_aggregation
     result, sums = update_step(trainable, batch, samples, config, loss, aggregation, reference)
-    found["metrics"] = {**mean_metrics(sums), "grad_norm": result.grad_norm}
+    trainable.step = original
+    found["metrics"] = {
+        name: value for name, value in mean_metrics(sums).items() if isinstance(value, float)
+    } | {"grad_norm": result.grad_norm}  # fmt: skip
     found["weights"] = _tensors(gathered_tensors(trainable.model))
     return found
 
@@ -209,33 +217,50 @@ def actor_logprobs(rank: int, world: int, folder: str) -> torch.Tensor:
 
 def measure(
     rank: int, world: int, folder: str, reference_folder: str, spec: dict[str, Any],
-    logp_BR: torch.Tensor, objectives: tuple[str, ...] = OBJECTIVES, mutation: str | None = None,
+    logp_BR: torch.Tensor, mutation: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """{objective: gradients, metrics, weights} and the passes' log-probs and values."""
-    from megatron_rl.engine.passes import logprob_pass, value_pass
-    from megatron_rl.engine.update import actor_loss, critic_loss
+    """{objective: gradients, metrics, weights, and a pass's log-probs or values}."""
+    from megatron_rl.engine.passes import value_pass
+    from megatron_rl.engine.update import critic_loss
     from tests.engine.mutations import applied
 
-    found: dict[str, Any] = {}
     with applied(mutation):
-        for objective in objectives:
-            config = configuration(spec, folder, objective)
-            role = "critic" if objective == "ppo_critic" else "actor"
-            trainable = build(role, config, folder, world)
-            model, reference = trainable.model, None
-            batch = share(model.groups.dp_rank, spec["dp"], logp_BR)
-            if objective == "ppo_critic":
-                loss, passed = critic_loss(config), value_pass(batch, model, config)[0]
-            else:
-                if objective == "grpo":
-                    del batch.tensors["old_logprobs"], batch.tensors["ref_logprobs"]
-                    reference = build("reference", config, reference_folder, world, trainable=False)
-                loss = actor_loss(model, config, config.algorithm.kl.coef, reference)
-                passed = logprob_pass(batch, model, config)
-            found[objective] = step(trainable, batch, config, loss, reference)
-            rows = zip(batch.index_B.tolist(), passed, strict=True)
-            found[objective]["passes"] = {i: row[: LENGTHS[i][1]].clone() for i, row in rows}
+        actor = _measure_actor(world, folder, reference_folder, spec, logp_BR)
+        config = configuration(spec, folder, "ppo_critic")
+        critic = build("critic", config, folder, world)
+        batch = share(critic.model.groups.dp_rank, spec["dp"], logp_BR)
+        passed = value_pass(batch, critic.model, config)[0]
+        found = step(critic, batch, config, critic_loss(config))
+        return {**actor, "ppo_critic": found | {"passes": _rows(batch, passed)}}
+
+
+def _measure_actor(
+    world: int, folder: str, reference_folder: str, spec: dict[str, Any], logp_BR: torch.Tensor
+) -> dict[str, Any]:
+    """GRPO's gradients first, with the reference; then PPO's, and its update."""
+    from megatron_rl.engine.passes import logprob_pass
+    from megatron_rl.engine.update import actor_loss
+
+    grpo, ppo = (configuration(spec, folder, name) for name in ("grpo", "ppo_actor"))
+    actor = build("actor", ppo, folder, world)
+    reference = build("reference", grpo, reference_folder, world, trainable=False)
+    batch = share(actor.model.groups.dp_rank, spec["dp"], logp_BR)
+    on_policy = share(actor.model.groups.dp_rank, spec["dp"], logp_BR)
+    del on_policy.tensors["old_logprobs"], on_policy.tensors["ref_logprobs"]
+    found = {}
+    passed = _rows(batch, logprob_pass(batch, actor.model, ppo))
+    for name, config, samples in (("grpo", grpo, on_policy), ("ppo_actor", ppo, batch)):
+        other = reference if name == "grpo" else None
+        loss = actor_loss(actor.model, config, config.algorithm.kl.coef, other)
+        found[name] = step(actor, samples, config, loss, other, update=name == "ppo_actor")
+        found[name]["passes"] = passed
     return found
+
+
+def _rows(batch: Any, values_BR: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Sample number → its row, without padding."""
+    rows = zip(batch.index_B.tolist(), values_BR, strict=True)
+    return {i: row[: LENGTHS[i][1]].clone() for i, row in rows}
 
 
 def differences(
@@ -248,8 +273,6 @@ def differences(
     """
     found = []
     for objective, expected in want.items():
-        if objective not in got[0]:
-            continue
         for kind in ("gradients", "weights"):
             tensors = got[0][objective][kind]
             if tensors.keys() != expected[kind].keys():

@@ -53,7 +53,7 @@ def compare(ranks, folders, one_rank, spec: dict, mutation: str | None = None) -
     optimizer = "adam" if spec["reduce"] == "distributed_optimizer" else "sgd"
     results = ranks(
         case.world_size(spec), case.measure, *folders, {**spec, "optimizer": optimizer}, logp_BR,
-        case.OBJECTIVES, mutation,
+        mutation,
     )  # fmt: skip
     return case.differences(results, measured(optimizer))
 
