@@ -190,9 +190,7 @@ def step(
     aggregation = config.algorithm.loss_aggregation
     result, sums = update_step(trainable, batch, samples, config, loss, aggregation, reference)
     trainable.step = original
-    found["metrics"] = {
-        name: value for name, value in mean_metrics(sums).items() if isinstance(value, float)
-    } | {"grad_norm": result.grad_norm}  # fmt: skip
+    found["metrics"] = {**mean_metrics(sums), "grad_norm": result.grad_norm}
     found["weights"] = _tensors(gathered_tensors(trainable.model))
     return found
 
