@@ -3,10 +3,12 @@
 pip install -c constraints.txt -e ".[dev]"
 """
 
+import os
 import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 VERSIONS = runpy.run_path(str(ROOT / "megatron_rl" / "versions.py"))
@@ -49,6 +51,19 @@ def kernel_packages() -> dict[str, str]:
     }
 
 
+class BuildKernels(build_py):
+    """Copies the packages; compiles the int8 kernels into them where
+    `MEGATRON_RL_BUILD_KERNELS=1` asks for it, instead of on first use."""
+
+    def run(self) -> None:
+        super().run()
+        if os.environ.get("MEGATRON_RL_BUILD_KERNELS", "0") == "1":
+            folder = Path(self.build_lib) / "megatron_rl" / "kernels" / "int8_allreduce"
+            build = runpy.run_path(str(folder / "build.py"))
+            for library in build["build_ahead"](folder=folder / "prebuilt"):
+                print(f"built {library.name}")
+
+
 setup(
     name="megatron-rl",
     version=VERSIONS["VERSION"],
@@ -58,6 +73,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=" + ".".join(map(str, VERSIONS["MINIMUM_PYTHON"])),
+    cmdclass={"build_py": BuildKernels},
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]) + list(kernel_packages()),
     package_dir=kernel_packages(),
     package_data={

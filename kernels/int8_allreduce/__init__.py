@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from . import native, reference
+from .build import BuildError
 from .message import BLOCK_SIZES, check_block_size, message_bytes, message_views, num_blocks
 
 __all__ = [
@@ -84,7 +85,7 @@ def select_backend(device: torch.device | str, name: str | None = None) -> Backe
             continue
         try:
             backend = _MAKERS[candidate](device)
-        except (native.BuildError, OSError) as error:
+        except (BuildError, OSError) as error:
             refused.append(f"{candidate}: {error}")
             continue
         _announce(f"int8 kernels on {device.type}: {candidate}", refused)

@@ -51,14 +51,26 @@ def test_no_compiler_means_torch_and_one_line_in_the_log(tmp_path, compiler):
 
 
 def test_built_ahead_is_found_without_a_compiler(tmp_path, monkeypatch):
-    from megatron_rl.kernels.int8_allreduce import native
+    from megatron_rl.kernels.int8_allreduce import build, native
 
-    built = native.build_ahead(capabilities=(), folder=tmp_path / "ahead")
+    built = build.build_ahead(capabilities=(), folder=tmp_path / "ahead")
     assert [path.suffix for path in built] == [".so"]
-    monkeypatch.setattr(native, "PREBUILT", tmp_path / "ahead")
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "ahead")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("MEGATRON_RL_KERNEL_CACHE", str(tmp_path / "empty"))
     native._cpu_library.cache_clear()
     assert int8.select_backend("cpu").name == "cpp"
     assert not (tmp_path / "empty").exists()
     native._cpu_library.cache_clear()
+
+
+@pytest.mark.parametrize("ahead", ["0", "1"])
+def test_setup_builds_kernels_on_request(tmp_path, ahead):
+    """What `MEGATRON_RL_BUILD_KERNELS=1 pip install .` runs; the digest in the name is the key."""
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)], cwd=ROOT,
+        env={**os.environ, "MEGATRON_RL_BUILD_KERNELS": ahead}, check=True, capture_output=True,
+    )  # fmt: skip
+    folder = tmp_path / "megatron_rl" / "kernels" / "int8_allreduce"
+    assert (folder / "build.py").exists() and (folder / "csrc" / "int8_cpu.cpp").exists()
+    assert len(list(folder.glob("prebuilt/int8_cpu_*.so"))) == int(ahead)
