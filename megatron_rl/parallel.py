@@ -24,6 +24,11 @@ class Layout:
 
     Rank r sits at tp = r mod tp, dp = (r // tp) mod dp, pp = r // (tp·dp).
 
+    With strides above one the layout is laid over a wider one of tp·tp_stride × pp·pp_stride: its
+    tensor groups take every `tp_stride`-th rank and its pipelines every `pp_stride`-th stage, so
+    that tp_stride·pp_stride replicas stand inside each replica of the wider layout, numbered one
+    after the other (`generation_layout`).
+
     Raises:
         ValueError: if the product does not match the world size.
     """
@@ -32,9 +37,11 @@ class Layout:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    tp_stride: int = 1
+    pp_stride: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "tp", "pp", "vpp"):
+        for name in ("world_size", "tp", "pp", "vpp", "tp_stride", "pp_stride"):
             if getattr(self, name) < 1:
                 raise ValueError(f"parallel.{name} is {getattr(self, name)}: it must be at least 1")
         if self.vpp > 1 and self.pp == 1:
@@ -42,7 +49,7 @@ class Layout:
                 f"parallel.vpp is {self.vpp} with parallel.pp 1: virtual stages need pp of 2 or "
                 "more; set parallel.vpp=1 or raise parallel.pp"
             )
-        if self.world_size % (self.tp * self.pp):
+        if self.world_size % (self.tp * self.pp * self.inner_replicas):
             fits = sorted(
                 (t, p)
                 for t in _divisors(self.world_size)
@@ -59,13 +66,47 @@ class Layout:
         """Data parallel size: the number of model replicas."""
         return self.world_size // (self.tp * self.pp)
 
+    @property
+    def inner_replicas(self) -> int:
+        """Replicas of this layout inside one replica of the layout that it is laid over."""
+        return self.tp_stride * self.pp_stride
+
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(tp, dp, pp) position of `rank`."""
-        return rank % self.tp, rank // self.tp % self.dp, rank // (self.tp * self.dp)
+        outer, across = divmod(rank, self.tp * self.tp_stride)
+        down, outer_dp = divmod(outer, self.dp // self.inner_replicas)
+        tp, inner_tp = divmod(across, self.tp_stride)
+        pp, inner_pp = divmod(down, self.pp_stride)
+        return tp, (outer_dp * self.pp_stride + inner_pp) * self.tp_stride + inner_tp, pp
 
     def rank_at(self, *, tp: int, dp: int, pp: int) -> int:
         """The rank at a position; the inverse of `coordinates`."""
-        return tp + self.tp * (dp + self.dp * pp)
+        rest, inner_tp = divmod(dp, self.tp_stride)
+        outer_dp, inner_pp = divmod(rest, self.pp_stride)
+        down = pp * self.pp_stride + inner_pp
+        outer = outer_dp + self.dp // self.inner_replicas * down
+        return tp * self.tp_stride + inner_tp + self.tp * self.tp_stride * outer
+
+    def generation_layout(self, *, tp: int, pp: int) -> Layout:
+        """The layout of `tp` × `pp` generation replicas inside this layout's replicas.
+
+        Ranks are taken at strides (zero-redundancy grouping, Sheng et al. 2024, section 5.3), so
+        that what a rank trains is part of what it generates with. Virtual stages stay where a
+        pipeline stays.
+
+        Raises:
+            ValueError: if a size does not divide this layout's.
+        """
+        for axis, small, large in (("tp", tp, self.tp), ("pp", pp, self.pp)):
+            if large % small:
+                raise ValueError(
+                    f"generation {axis}={small} must divide the training {axis}={large}; use one "
+                    f"of {_divisors(large)}"
+                )
+        return Layout(
+            world_size=self.world_size, tp=tp, pp=pp, vpp=self.vpp if pp > 1 else 1,
+            tp_stride=self.tp // tp, pp_stride=self.pp // pp,
+        )  # fmt: skip
 
     def group_ranks(self, axes: Iterable[str]) -> list[list[int]]:
         """All groups whose members differ only along `axes` (subset of tp, dp, pp).
@@ -86,6 +127,16 @@ class Layout:
     def embedding_ranks(self) -> list[list[int]]:
         """First and last pipeline stage of every pipeline: they share tied embeddings."""
         return [sorted({ranks[0], ranks[-1]}) for ranks in self.group_ranks({"pp"})]
+
+
+    def inner_groups(self) -> list[list[int]]:
+        """Ranks that hold the same part of the model inside one replica of the wider layout, in
+        the order of their replicas."""
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for rank in sorted(range(self.world_size), key=lambda rank: self.coordinates(rank)[1]):
+            tp, dp, pp = self.coordinates(rank)
+            groups.setdefault((tp, dp // self.inner_replicas, pp), []).append(rank)
+        return list(groups.values())
 
 
 def _divisors(n: int) -> list[int]:
@@ -184,6 +235,10 @@ class ParallelGroups:
     def data_control(self) -> dist.ProcessGroup:
         """The data parallel ranks, for small host data."""
         return _control_group(self.layout.group_ranks({"dp"}))
+
+    def inner_control(self) -> dist.ProcessGroup:
+        """The ranks of `Layout.inner_groups`, for small host data."""
+        return _control_group(self.layout.inner_groups())
 
     def single_rank_group(self) -> dist.ProcessGroup:
         """The group of this rank alone (stands in for axes of size one)."""

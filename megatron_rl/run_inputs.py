@@ -13,6 +13,7 @@ from megatron_rl.algorithms.plugins import (
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.families import Architecture, read_architecture
 from megatron_rl.monitor import wandb_mirror
+from megatron_rl.resharding.model_specs import check_generation_layout
 from megatron_rl.rewards.base import RewardFunction, check_signature, load_reward
 from megatron_rl.rewards.model import SampleReader, check_reward_model
 from megatron_rl.rollout.prompts import Prompt, PromptFile, PromptStream
@@ -44,6 +45,7 @@ class RunInputs:
         architectures = {role: _architecture(config, role) for role in _roles(config)}
         actor = architectures["actor"]
         _check_vocabularies(config, architectures)
+        _check_generation(config, actor)
         folder = config.model.tokenizer.path or config.role_path("actor")
         tokenizer = TextTokenizer(folder, trust_remote_code=config.model.trust_remote_code)
         if len(tokenizer) > actor.vocab:
@@ -129,6 +131,25 @@ def _check_stop_texts(config: Config, tokenizer: TextTokenizer) -> None:
                 "rollout.stop_token_ids",
                 setting="rollout.stop",
             )
+
+
+def _check_generation(config: Config, actor: Architecture) -> None:
+    """Every tensor of the actor must be cut for the generation layout."""
+    engine, parallel = config.hybrid_engine, config.parallel
+    if engine.mode == "zero_repartitioning":
+        return
+    tp, pp = engine.generation_layouts(parallel.tp, parallel.pp)[0]
+    try:
+        check_generation_layout(
+            actor, tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, generation_tp=tp,
+            generation_pp=pp,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(
+            f"hybrid_engine.mode is {engine.mode!r} with generation tp={tp} pp={pp}: {error}; use "
+            "another generation layout or hybrid_engine.mode=zero_repartitioning",
+            setting="hybrid_engine.mode",
+        ) from error
 
 
 def _roles(config: Config) -> list[str]:

@@ -13,22 +13,22 @@ from megatron_rl.comm.hierarchy import NodeGroups, build_node_groups
 from megatron_rl.config import Config
 from megatron_rl.convert.huggingface import load_huggingface
 from megatron_rl.engine.optimizer import Trainable
-from megatron_rl.generation.engine import Engine
 from megatron_rl.models.gpt import ParallelModel, build_model
 from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
+from megatron_rl.resharding.transition import MicroDP, Transition, ZeroRepartitioning
 from megatron_rl.rollout.collect import engine_settings
 from megatron_rl.run_inputs import RunInputs
 
 
 @dataclass(kw_only=True, slots=True)
 class Models:
-    """The models of a run; the engine generates on the actor's own weights."""
+    """The models of a run, and the way from training the actor to generating with it."""
 
     actor: Trainable
     critic: Trainable | None
     reference: ParallelModel | None
     reward: ParallelModel | None
-    engine: Engine
+    transition: Transition
 
     def start_critic_at(self, scores_B: Tensor, groups: ParallelGroups) -> None:
         """Sets a fresh value head's bias to the mean score of the first rollout.
@@ -60,7 +60,20 @@ def build_models(config: Config, inputs: RunInputs, world_size: int) -> Models:
     }
     return Models(
         actor=actor, critic=critic, reference=frozen.get("reference"), reward=frozen.get("reward"),
-        engine=Engine(actor.model, engine_settings(config)),
+        transition=_transition(config, actor.model),
+    )  # fmt: skip
+
+
+def _transition(config: Config, actor: ParallelModel) -> Transition:
+    """The configured way to generation."""
+    engine, settings = config.hybrid_engine, engine_settings(config)
+    if engine.mode == "zero_repartitioning":
+        return ZeroRepartitioning(actor, settings)
+    train = actor.groups.layout
+    tp, pp = engine.generation_layouts(train.tp, train.pp)[0]
+    return MicroDP(
+        actor, train.generation_layout(tp=tp, pp=pp), settings, dtype=config.training.dtype,
+        backend=config.model.layer_spec, keep=engine.keep_generation_weights,
     )  # fmt: skip
 
 

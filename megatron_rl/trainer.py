@@ -7,6 +7,8 @@ phase is one call into the module that knows how.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,7 +144,7 @@ class Trainer:
         config, prompts = self.config, self.inputs.eval_prompts()
         size = config.evaluation.batch_size or len(prompts)
         total = EvaluationResult()
-        with self.timer.phase("evaluation"):
+        with self._on_generation_layout(), self.timer.phase("evaluation"):
             for first in range(0, len(prompts), size):
                 batch = self._generate(
                     prompts[first : first + size], n=1,
@@ -200,8 +202,7 @@ class Trainer:
         """Samples for the next `rollout.batch_size` prompts, with their scores."""
         config = self.config
         prompts = self.inputs.stream.take(config.rollout.batch_size)
-        with self.timer.phase("generation"):
-            self.models.actor.finish_param_gather()
+        with self._on_generation_layout(), self.timer.phase("generation"):
             batch = self._generate(
                 prompts, n=config.rollout.n, temperature=config.rollout.temperature,
                 first_request=self.samples_drawn, first_index=first_index,
@@ -212,6 +213,21 @@ class Trainer:
             self._reward(batch)
         return batch
 
+    @contextmanager
+    def _on_generation_layout(self) -> Iterator[None]:
+        """Weights complete and where generation reads them; training's again afterwards."""
+        actor, transition = self.models.actor, self.models.transition
+        if actor.gathers_params:
+            with self.timer.phase("param_gather"):
+                actor.finish_param_gather()
+        if transition.moves_weights:
+            with self.timer.phase("resharding"):
+                transition.to_generation()
+        try:
+            yield
+        finally:
+            transition.to_training()
+
     def _generate(
         self, prompts: list, *, n: int, temperature: float, first_request: int,
         first_index: int = 0,
@@ -220,7 +236,7 @@ class Trainer:
             self.config, self.inputs.tokenizer, temperature=temperature, seed=self.config.seed
         )
         return collect(
-            self.models.engine, self.inputs.tokenizer, prompts, n=n, sampling=sampling,
+            self.models.transition, self.inputs.tokenizer, prompts, n=n, sampling=sampling,
             first_request=first_request, first_index=first_index,
             block=prompts_per_block(self.config, self.groups.layout.dp),
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from .schema import in_yaml, refuse, refuse_idle_options
@@ -131,28 +132,45 @@ def _check_generation_layout(config: Config) -> None:
             fitting = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
             rule = f"must divide parallel.{axis}={size}"
             refuse(f"hybrid_engine.{name}", own, rule, f"use one of {fitting}")
-    if engine.micro_dp_size is None:
-        return
-    if engine.mode == "zero_repartitioning":
-        rule = "zero_repartitioning has one generation replica in each training replica"
-        way_out = "set hybrid_engine.mode=micro_dp or remove it"
-        refuse("hybrid_engine.micro_dp_size", engine.micro_dp_size, rule, way_out)
-    _check_micro_dp_size(config)
+    _check_micro_dp(config)
 
 
-def _check_micro_dp_size(config: Config) -> None:
+def _check_micro_dp(config: Config) -> None:
     engine, parallel = config.hybrid_engine, config.parallel
     ranks = parallel.tp * parallel.pp
-    given = engine.generation_tp is not None and engine.generation_pp is not None
-    if given:
-        generation_ranks = engine.generation_tp * engine.generation_pp
-        fitting = [ranks // generation_ranks]
-    else:
-        fitting = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    if engine.micro_dp_size not in fitting:
+    if engine.mode == "zero_repartitioning":
+        if engine.micro_dp_size is not None:
+            rule = "zero_repartitioning has one generation replica in each training replica"
+            way_out = "set hybrid_engine.mode=micro_dp or remove it"
+            refuse("hybrid_engine.micro_dp_size", engine.micro_dp_size, rule, way_out)
+        if engine.keep_generation_weights:
+            rule = "zero_repartitioning gathers no weights that could be kept"
+            way_out = "set hybrid_engine.mode=micro_dp or remove it"
+            refuse("hybrid_engine.keep_generation_weights", True, rule, way_out)
+        return
+    layouts = engine.generation_layouts(parallel.tp, parallel.pp)
+    if not layouts:
+        free = dataclasses.replace(engine, micro_dp_size=None)
+        fitting = free.generation_layouts(parallel.tp, parallel.pp)
+        smallest = 1 if engine.mode == "auto" else 2
+        sizes = sorted({ranks // (t * p) for t, p in fitting if ranks // (t * p) >= smallest})
         rule = f"must be tp*pp / (generation_tp*generation_pp), with tp*pp = {ranks}"
-        choice = fitting[0] if len(fitting) == 1 else f"one of {fitting}"
+        choice = sizes[0] if len(sizes) == 1 else f"one of {sizes}"
         refuse("hybrid_engine.micro_dp_size", engine.micro_dp_size, rule, f"use {choice}")
+    if engine.mode == "auto":
+        return
+    way_out = "set hybrid_engine.mode=zero_repartitioning"
+    if ranks == 1:
+        refuse("hybrid_engine.mode", "micro_dp", "parallel.tp*parallel.pp is 1: no smaller layout "
+               "exists", way_out)  # fmt: skip
+    if {None} == {engine.micro_dp_size, engine.generation_tp, engine.generation_pp}:
+        inside = [f"tp={t} pp={p}" for t, p in layouts if (t, p) != (parallel.tp, parallel.pp)]
+        rule = f"needs the generation layout; inside tp={parallel.tp} pp={parallel.pp} fit "
+        ways = "set hybrid_engine.generation_tp and generation_pp, or micro_dp_size"
+        refuse("hybrid_engine.mode", "micro_dp", rule + ", ".join(inside), ways)
+    if layouts[0] == (parallel.tp, parallel.pp):
+        rule = "the generation layout is the training layout, which needs no gathering"
+        refuse("hybrid_engine.mode", "micro_dp", rule, way_out)
 
 
 def _check_offload(config: Config) -> None:

@@ -42,12 +42,11 @@ NOT_YET: dict[str, tuple[Predicate, str]] = {
     "model.tokenizer.type": (_is("sentencepiece"), "SentencePiece tokenizers"),
     "rollout.max_cache_len": (_is_given, "a window over the KV cache"),
     "rollout.backend": (_is("vllm"), "generation by vLLM"),
-    "hybrid_engine.mode": (_is("micro_dp", "auto"), "a generation layout of its own"),
+    "hybrid_engine.mode": (_is("auto"), "choosing the generation layout"),
     "hybrid_engine.share_embeddings": (
         lambda value: value is not False,
         "one embedding table for actor and critic",
     ),
-    "hybrid_engine.keep_generation_weights": (_is_true, "a generation layout of its own"),
     "hybrid_engine.actor_offload.enable": (_is_true, "offloading the actor"),
     "hybrid_engine.critic_offload.enable": (_is_true, "offloading the critic"),
     "hybrid_engine.reference_offload.enable": (_is_true, "offloading the reference model"),

@@ -122,9 +122,9 @@ class HybridEngineSettings:
     micro_dp_size: int | None = setting(None, at_least=1)
     """Generation replicas inside a training replica; tp*pp/(generation_tp*generation_pp)."""
     generation_tp: int | None = setting(None, at_least=1)
-    """Tensor parallel size in generation (micro_dp); divides parallel.tp."""
+    """Tensor parallel size in generation; divides parallel.tp. null: what the others leave."""
     generation_pp: int | None = setting(None, at_least=1)
-    """Pipeline parallel size in generation (micro_dp); divides parallel.pp."""
+    """Pipeline parallel size in generation; divides parallel.pp. null: what the others leave."""
     share_embeddings: Literal[False, "read_only", "joint"] = setting(False)
     """The critic reads the actor's embedding table (read_only) or also trains it (joint)."""
     keep_generation_weights: bool = setting(False)
@@ -139,3 +139,22 @@ class HybridEngineSettings:
     """Offload of the reward model while it is not used."""
     optimizer_offload: OffloadSettings = section(OffloadSettings)
     """Offload of the optimizer states outside the update."""
+
+    def generation_layouts(self, tp: int, pp: int) -> list[tuple[int, int]]:
+        """(tp, pp) of every generation layout inside a training layout that the settings allow.
+
+        The one with the fewest pipeline stages comes first: a decoded token passes all of them.
+        With only one of the two sizes given, and no micro_dp_size, the other one stays as it is.
+        """
+        given_tp, given_pp, replicas = self.generation_tp, self.generation_pp, self.micro_dp_size
+        if replicas is None and given_tp is not None:
+            given_pp = given_pp or pp
+        if replicas is None and given_pp is not None:
+            given_tp = given_tp or tp
+        return [
+            (t, p)
+            for p in range(1, pp + 1)
+            for t in range(1, tp + 1)
+            if tp % t == 0 and pp % p == 0 and given_tp in (None, t) and given_pp in (None, p)
+            and replicas in (None, tp * pp // (t * p))
+        ]  # fmt: skip

@@ -133,6 +133,11 @@ class Trainable:
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
+    @property
+    def gathers_params(self) -> bool:
+        """Whether updated weights are gathered during the next forward pass."""
+        return any(chunk.ddp_config.overlap_param_gather for chunk in self.model.wrapped)
+
     def finish_param_gather(self) -> None:
         """Completes a pending all-gather of updated weights (`overlap_param_gather`): before this
         the weights of the next generation would be stale."""

@@ -51,7 +51,9 @@ class Rope:
 class Architecture:
     """A decoder-only transformer, independent of any parallel layout.
 
-    `heads`/`kv_heads` are those of the checkpoint; `padded` says what a layout computes with.
+    `heads`/`kv_heads` are those of the checkpoint; `padded_…` say what a layout computes with.
+    `padded_for` is the tensor parallel size whose padding is used instead of the layout's own: a
+    generation model that takes over a training model's shards takes over their padding.
     """
 
     family: str
@@ -68,6 +70,7 @@ class Architecture:
     rope: Rope
     qkv_bias: bool = False
     qk_norm: bool = False
+    padded_for: int | None = None
 
     @property
     def heads_per_group(self) -> int:
@@ -75,6 +78,7 @@ class Architecture:
 
     def padded_kv_heads(self, tp: int) -> int:
         """KV heads after padding: unchanged where `tp` divides or is divided by them."""
+        tp = self.padded_for or tp
         if self.kv_heads % tp == 0 or (tp % self.kv_heads == 0 and self.heads % tp == 0):
             return self.kv_heads
         return -(-self.kv_heads // tp) * tp
@@ -86,6 +90,7 @@ class Architecture:
 
     def padded_vocab(self, tp: int) -> int:
         """Vocabulary rows after padding to a multiple of `tp`."""
+        tp = self.padded_for or tp
         return -(-self.vocab // tp) * tp
 
     def parameters(self) -> int:

@@ -15,8 +15,9 @@ import psutil
 import torch
 
 PHASES = (
-    "startup", "generation", "scoring", "old_logprobs", "ref_logprobs", "values",
-    "advantages", "update_critic", "update_actor", "checkpoint", "evaluation",
+    "startup", "param_gather", "resharding", "generation", "scoring", "old_logprobs",
+    "ref_logprobs", "values", "advantages", "update_critic", "update_actor", "checkpoint",
+    "evaluation",
 )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def bench_model(name: str, rank: int, world: int, peer: bool, link: float) -> No
         for size in (64 * 2**20, 256 * 2**20, 2**31)
     }  # fmt: skip
     plan = plans[2**31]
-    group = new_exchange_group(plan, rank)
+    group = new_exchange_group(plan)
     weights = random_shards(plan, rank)
     others = [weights if r == rank else random_shards(plan, r) for r in range(world)]
     received = plan.received_bytes(rank)

@@ -147,7 +147,7 @@ def compare(rank: int, sizes: DecoderSizes, train: ShardGrid, t_g: int, p_g: int
         if (shape := plan.training_shape(rank, index)) is not None
     }
     _share_copies(specs, train, rank, weights)
-    ours = Resharder(plan, rank, weights, new_exchange_group(plan, rank))
+    ours = Resharder(plan, rank, weights, new_exchange_group(plan))
     start = time.perf_counter()
     peer = Peer(plan, rank, weights, counting_gloo())
     peer_planned = time.perf_counter() - start

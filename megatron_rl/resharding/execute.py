@@ -6,7 +6,8 @@ Which memory holds what afterwards:
     only pipeline stages merge) is used in place: the training tensor itself is handed out;
   * any other tensor gets generation memory, into which its own training shard is copied on the
     device and the rest is received. That memory is at most the generation shard, M/(t_g·p_g);
-  * two staging buffers of at most a bucket each way are held while a gather runs.
+  * two staging buffers of at most a bucket each way are held while a gather runs (and between
+    gathers when the memory is kept).
 
 `megatron_rl.resharding.segments` is the alternative that copies no own shard at all.
 """
@@ -14,11 +15,13 @@ Which memory holds what afterwards:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.kernels.reshard import BlockCopy, CopyTable, copy_blocks
+from megatron_rl.parallel import group_of
 from megatron_rl.resharding.arena import Arena
 from megatron_rl.resharding.buckets import Transfer
 from megatron_rl.resharding.exchange import (
@@ -34,18 +37,13 @@ SLOTS = 2
 """Staging buffers each way: one on the wire, one being packed or unpacked."""
 
 
-def new_exchange_group(plan: Plan, rank: int) -> dist.ProcessGroup | None:
-    """Create the process groups that a plan exchanges in; every rank of the world calls this.
+def new_exchange_group(plan: Plan) -> dist.ProcessGroup | None:
+    """Create (or find) the process groups that a plan exchanges in; every rank calls this.
 
     Returns:
-        The group of `rank`, None when it exchanges nothing.
+        The group of the calling rank, None when it exchanges nothing.
     """
-    mine = None
-    for ranks in plan.exchange_groups():
-        group = dist.new_group(list(ranks))
-        if rank in ranks:
-            mine = group
-    return mine
+    return group_of([list(ranks) for ranks in plan.exchange_groups()])
 
 
 def check_shards(plan: Plan, rank: int, weights: Mapping[str, torch.Tensor]) -> None:
@@ -66,8 +64,8 @@ def check_shards(plan: Plan, rank: int, weights: Mapping[str, torch.Tensor]) -> 
             raise ValueError(f"{spec.name} on rank {rank} is not contiguous")
 
 
-class Resharder:
-    """Gathers a rank's generation weights from training weights, as often as they change.
+class PlannedExchange:
+    """One rank's part of a plan, ready to run; what both forms of generation weights share.
 
     Args:
         plan: the plan of this rank's training replica.
@@ -82,23 +80,30 @@ class Resharder:
         ValueError: when `weights` are not the training shards of the plan.
     """
 
+    collective = True
+    """Whether buckets may travel as all-gathers (see exchange.py)."""
+
     def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        weights: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup | None,
-        *,
-        keep: bool = True,
-        backend: str = "auto",
-    ) -> None:
+        self, plan: Plan, rank: int, weights: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None, *, keep: bool = True, backend: str = "auto",
+    ) -> None:  # fmt: skip
         check_shards(plan, rank, weights)
         self.plan, self.rank, self.keep = plan, rank, keep
         self.traffic = Traffic()
         self._weights, self._group, self._backend = weights, group, backend
         members = sorted(dist.get_process_group_ranks(group)) if group is not None else [rank]
-        self._exchanges = build_exchanges(plan, rank, members)
-        device = next((w.device for w in weights.values()), torch.device("cpu"))
+        self._exchanges = build_exchanges(plan, rank, members, collective=self.collective)
+        self._device = next((w.device for w in weights.values()), torch.device("cpu"))
+        if group is not None and self._device.type == "cuda":
+            # NCCL makes its communicator in the first call, which all ranks must join.
+            dist.barrier(group=group)
+
+
+class Resharder(PlannedExchange):
+    """Gathers a rank's generation weights from training weights, as often as they change."""
+
+    def __init__(self, plan: Plan, rank: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(plan, rank, *args, **kwargs)
         self._unchanged = plan.unchanged(rank)
         self._generation = Arena(
             {
@@ -107,13 +112,10 @@ class Resharder:
                 if index not in self._unchanged
                 and (shape := plan.generation_shape(rank, index)) is not None
             },
-            device,
+            self._device,
         )
-        self._staging = Arena(self._staging_layout(), device)
+        self._staging = Arena(self._staging_layout(), self._device)
         self._tables: list[CopyTable] = []
-        if group is not None and device.type == "cuda":
-            # NCCL makes its communicator in the first call, which all ranks must join.
-            dist.barrier(group=group)
 
     def _staging_layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         send = max((e.send_bytes for e in self._exchanges), default=0)
@@ -158,6 +160,8 @@ class Resharder:
                 for work in works.pop(bucket - 1):
                     work.wait()
                 copy_blocks(unpacks[bucket - 1], self._backend)
+        if not self.keep:
+            self._staging.release()
         return self.weights()
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -175,7 +179,7 @@ class Resharder:
         """End of generation: give the memory back unless it is kept."""
         if not self.keep:
             self._generation.release()
-            self._staging.release()
+            self._staging.release()  # held since the constructor when nothing was gathered yet
 
     def _start(self, bucket: int) -> list[dist.Work]:
         send, receive = self._slot(bucket)

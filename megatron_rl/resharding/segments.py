@@ -18,63 +18,48 @@ Shapes: T tokens, I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional
 
 from megatron_rl.kernels.reshard import CopyTable, copy_blocks
 from megatron_rl.resharding.arena import Arena
-from megatron_rl.resharding.exchange import Traffic, build_exchanges, pack_copy, start_exchange
-from megatron_rl.resharding.execute import check_shards
+from megatron_rl.resharding.exchange import pack_copy, start_exchange
+from megatron_rl.resharding.execute import PlannedExchange
 from megatron_rl.resharding.plan import Plan
 
 Segments = tuple[torch.Tensor, ...]
 
 
-class SegmentedResharder:
-    """Gathers generation weights as segments; arguments as `execute.Resharder`.
+class SegmentedResharder(PlannedExchange):
+    """Gathers generation weights as segments; arguments as `execute.PlannedExchange`.
 
     Raises:
         ValueError: also for tensors whose generation shard is not made of whole training shards.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        weights: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup | None,
-        *,
-        keep: bool = True,
-        backend: str = "auto",
-    ) -> None:
-        check_shards(plan, rank, weights)
-        self.plan, self.rank, self.keep = plan, rank, keep
-        self.traffic = Traffic()
-        self._weights, self._group, self._backend = weights, group, backend
-        members = sorted(dist.get_process_group_ranks(group)) if group is not None else [rank]
-        self._exchanges = build_exchanges(plan, rank, members, collective=False)
-        device = next((w.device for w in weights.values()), torch.device("cpu"))
+    collective = False
+
+    def __init__(self, plan: Plan, rank: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(plan, rank, *args, **kwargs)
         parts = [f"receive{b}" for b in range(len(self._exchanges))]
         self._received = Arena(
             {
                 name: ((exchange.receive_bytes,), torch.uint8)
                 for name, exchange in zip(parts, self._exchanges, strict=True)
             },
-            device,
+            self._device,
         )
         # Every payload is packed before the first is sent: one launch, and the sends overlap.
         self._sent = Arena(
             {f"send{b}": ((e.send_bytes,), torch.uint8) for b, e in enumerate(self._exchanges)},
-            device,
+            self._device,
         )
         self._segments = self._arrange()
         self._table: CopyTable | None = None
-        if group is not None and device.type == "cuda":
-            dist.barrier(group=group)
 
     @property
     def extra_bytes(self) -> int:

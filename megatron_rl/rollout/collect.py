@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from megatron_rl.config import Config
-from megatron_rl.generation.engine import Engine, EngineSettings
+from megatron_rl.generation.engine import EngineSettings
 from megatron_rl.generation.sequence import SamplingParams
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.resharding.transition import Transition
 from megatron_rl.rollout.batch import RolloutBatch, make_batch
 from megatron_rl.rollout.prompts import Prompt
 from megatron_rl.text import TextTokenizer
@@ -60,7 +61,7 @@ def replica_share(count: int, groups: ParallelGroups, block: int | None = None) 
 
 
 def collect(
-    engine: Engine, tokenizer: TextTokenizer, prompts: list[Prompt], *, n: int,
+    transition: Transition, tokenizer: TextTokenizer, prompts: list[Prompt], *, n: int,
     sampling: SamplingParams, first_request: int, first_index: int = 0, block: int | None = None,
 ) -> RolloutBatch | None:  # fmt: skip
     """Generates `n` samples for each of this replica's prompts.
@@ -75,11 +76,11 @@ def collect(
     Returns:
         The replica's samples, or None where it has no prompt.
     """
-    share = replica_share(len(prompts), engine.model.groups, block)
+    share = replica_share(len(prompts), transition.groups, block)
     mine = [(i, s) for i in share for s in range(n)]
     if not mine:
         return None
-    responses = engine.generate(
+    responses = transition.generate(
         [prompts[i].token_ids for i, _ in mine], sampling,
         requests=[first_request + i * n + s for i, s in mine],
     )  # fmt: skip

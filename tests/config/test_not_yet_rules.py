@@ -12,25 +12,6 @@ CASES = [
         ("actor_offload.offload_device = null", "required", "offload_device=cpu"),
     ),
     (
-        ("parallel.tp=4", "hybrid_engine={mode: micro_dp, generation_tp: 3}"),
-        ("generation_tp = 3", "divide parallel.tp=4", "[1, 2, 4]"),
-    ),
-    (
-        ("parallel.pp=2", "hybrid_engine={mode: micro_dp, generation_pp: 4}"),
-        ("generation_pp = 4", "divide parallel.pp=2", "[1, 2]"),
-    ),
-    (
-        (
-            "parallel={tp: 4, pp: 2}",
-            "hybrid_engine={mode: micro_dp, generation_tp: 2, generation_pp: 1, micro_dp_size: 2}",
-        ),
-        ("micro_dp_size = 2", "tp*pp = 8", "use 4"),
-    ),
-    (
-        ("parallel.tp=4", "hybrid_engine={mode: micro_dp, micro_dp_size: 3}"),
-        ("micro_dp_size = 3", "tp*pp = 4", "[1, 2, 4]"),
-    ),
-    (
         ("training.grad_reduce=manual", "training.gradient_compression.enable=true"),
         ("gradient_compression.enable = true", "manual", "distributed_optimizer"),
     ),
@@ -52,12 +33,6 @@ def test_rule_of_a_feature_to_come(load, monkeypatch, overrides, parts) -> None:
         load(*overrides)
     for part in parts:
         assert part in str(refusal.value), str(refusal.value)
-
-
-def test_fitting_generation_layout_is_accepted(load, monkeypatch) -> None:
-    monkeypatch.setattr(not_yet, "NOT_YET", {})
-    layout = "hybrid_engine={mode: micro_dp, generation_tp: 2, generation_pp: 1, micro_dp_size: 4}"
-    assert load("parallel={tp: 4, pp: 2}", layout).hybrid_engine.micro_dp_size == 4
 
 
 def test_full_kl_needs_both_vocabularies_cut_alike(load, monkeypatch) -> None:

@@ -80,7 +80,7 @@ def run_layout(rank, world_size, specs, train, t_g, p_g, bucket_bytes, keep, cop
     )  # fmt: skip
     data = train.axes(rank)[1]
     plan = make_plan(specs, train, gen, replica=data, bucket_bytes=bucket_bytes)
-    group = new_exchange_group(plan, rank)
+    group = new_exchange_group(plan)
     weights = cut_from(specs, whole_tensors(specs, 0), train, rank)
     resharder = Resharder(plan, rank, weights, group, keep=keep)
     with pytest.MonkeyPatch.context() as patch:
@@ -186,7 +186,7 @@ def run_round_trip(rank, world_size):
     gen = generation_grid(train, tp=2)
     there = make_plan(specs, train, gen)
     weights = cut_from(specs, whole_tensors(specs, 5), train, rank)
-    group = new_exchange_group(there, rank)
+    group = new_exchange_group(there)
     middle = Resharder(there, rank, weights, group).gather()
     back = make_plan(specs, gen, train)
     returned = Resharder(back, rank, middle, None)
@@ -206,7 +206,7 @@ def run_moved_weights(rank, world_size):
     specs, train = decoder_specs(sizes_of("plain")), ShardGrid(tp=2)
     plan = make_plan(specs, train, generation_grid(train, tp=1))
     weights = cut_from(specs, whole_tensors(specs, 0), train, rank)
-    resharder = Resharder(plan, rank, weights, new_exchange_group(plan, rank))
+    resharder = Resharder(plan, rank, weights, new_exchange_group(plan))
     resharder.gather()
     moved = cut_from(specs, whole_tensors(specs, 7), train, rank)
     for name, tensor in weights.items():

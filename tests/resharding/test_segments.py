@@ -46,7 +46,7 @@ def run_segments(rank, world_size, train, t_g, p_g):
     gen = generation_grid(train, tp=t_g, pp=p_g, num_layers=SIZES.layers)
     plan = make_plan(decoder_specs(SIZES), train, gen, replica=train.axes(rank)[1])
     weights = training_shards(train, rank, 0)
-    resharder = SegmentedResharder(plan, rank, weights, new_exchange_group(plan, rank), keep=False)
+    resharder = SegmentedResharder(plan, rank, weights, new_exchange_group(plan), keep=False)
     resharder.gather()
     resharder.release()
     assert resharder.extra_bytes == 0

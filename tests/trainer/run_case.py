@@ -27,6 +27,7 @@ def write_prompts(folder: Path, count: int = 24) -> Path:
 
 def settings(model: str, folder: Path, **changes) -> dict:
     """A small PPO run as nested dictionaries; `changes` are dotted keys with __ for the dots."""
+    folder.mkdir(parents=True, exist_ok=True)
     prompts = write_prompts(folder)
     values = {
         "run_dir": str(folder / "run"), "model": {"actor": {"path": model}},

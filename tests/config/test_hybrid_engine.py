@@ -1,0 +1,52 @@
+"""Pure: the generation layout, from the settings that describe it; contradictions are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config import ConfigError
+
+MICRO = "hybrid_engine={{mode: micro_dp, {}}}"
+CASES = [
+    ("parallel.tp=4", MICRO.format("generation_tp: 3"),
+     ("generation_tp = 3", "divide parallel.tp=4", "[1, 2, 4]")),
+    ("parallel.pp=2", MICRO.format("generation_pp: 4"),
+     ("generation_pp = 4", "divide parallel.pp=2", "[1, 2]")),
+    ("parallel={tp: 4, pp: 2}",
+     MICRO.format("generation_tp: 2, generation_pp: 1, micro_dp_size: 2"),
+     ("micro_dp_size = 2", "tp*pp = 8", "use 4")),
+    ("parallel.tp=4", MICRO.format("micro_dp_size: 3"),
+     ("micro_dp_size = 3", "tp*pp = 4", "[2, 4]")),
+    ("parallel.tp=4", "hybrid_engine.mode=micro_dp",
+     ("mode = 'micro_dp'", "tp=1 pp=1, tp=2 pp=1", "generation_tp")),
+    ("parallel.tp=1", "hybrid_engine.mode=micro_dp", ("tp*parallel.pp is 1", "zero_rep")),
+    ("parallel.tp=4", MICRO.format("generation_tp: 4"), ("is the training layout", "zero_rep")),
+    ("parallel.tp=4", MICRO.format("micro_dp_size: 1"), ("is the training layout", "zero_rep")),
+    ("parallel.tp=4", "hybrid_engine.keep_generation_weights=true",
+     ("keep_generation_weights = true", "gathers no weights", "micro_dp")),
+    ("parallel.tp=4", "hybrid_engine.generation_pp=1", ("training layout", "mode=micro_dp")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "override", "parts"), CASES, ids=lambda case: str(case)[-40:])
+def test_contradictions_are_refused_with_what_fits(load, layout, override, parts) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(layout, override)
+    for part in parts:
+        assert part in str(refusal.value), str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layouts"),
+    [
+        ("generation_tp: 2, generation_pp: 1, micro_dp_size: 4", [(2, 1)]),
+        ("generation_tp: 2", [(2, 2)]),
+        ("generation_pp: 1", [(4, 1)]),
+        ("micro_dp_size: 4", [(2, 1), (1, 2)]),
+        ("micro_dp_size: 2, generation_tp: 2", [(2, 2)]),
+    ],
+)
+def test_what_is_not_said_follows(load, settings, layouts) -> None:
+    """A size left out stays as in training, or follows from micro_dp_size; fewest stages first."""
+    engine = load("parallel={tp: 4, pp: 2}", MICRO.format(settings)).hybrid_engine
+    assert engine.generation_layouts(4, 2) == layouts
