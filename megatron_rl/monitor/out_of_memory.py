@@ -86,7 +86,7 @@ def explain_out_of_memory(
     if models is not None:
         trainables = [t for t in (models.actor, models.critic) if t is not None]
         frozen = [m for m in (models.reference,) if m is not None]
-        engine, dp = models.engine, models.actor.model.groups.layout.dp
+        engine, dp = models.transition.engine, models.actor.model.groups.layout.dp
     holders = measure_holders(trainables, frozen, engine, phase, device)
     rank = dist.get_rank() if dist.is_initialized() else 0
     ways = ways_out(config, holders, phase, dp)

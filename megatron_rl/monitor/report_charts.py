@@ -15,7 +15,8 @@ PHASE_COLOURS = {
     "generation": "#2563eb", "scoring": "#0891b2", "old_logprobs": "#a5b4fc",
     "ref_logprobs": "#c4b5fd", "values": "#93c5fd", "advantages": "#cbd5e1",
     "update_critic": "#f59e0b", "update_actor": "#ea580c", "checkpoint": "#16a34a",
-    "evaluation": "#86efac", "startup": "#64748b",
+    "evaluation": "#86efac", "startup": "#64748b", "param_gather": "#1e3a8a",
+    "resharding": "#172554",
 }  # fmt: skip
 MOST_POINTS = 1500
 SMOOTH_FROM = 60  # steps from which a noisy curve also gets a smoothed one

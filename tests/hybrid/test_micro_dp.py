@@ -7,6 +7,7 @@ import pytest
 from tests.hybrid import transition_case as case
 from tests.trainer import run_case
 
+MEASURED = ("perf/", "spread/", "throughput/", "memory/", "mfu/", "hardware/")
 FAST, SLOW = [], [pytest.mark.slow]
 CASES = {
     "tp2_to_1": (2, "llama", dict(tp=2), (1, 1), FAST),
@@ -52,8 +53,8 @@ def test_ppo_is_the_same_in_both_modes(ranks, tiny_model, tmp_path, name):
 
 
 def compare(got: dict, want: dict) -> None:
-    names = {n for n in want if not n.startswith("perf/")}
-    assert names == {n for n in got if not n.startswith("perf/")}, "other metrics"
+    names = {n for n in want if not n.startswith(MEASURED)}
+    assert names == {n for n in got if not n.startswith(MEASURED)}, "other metrics"
     assert got["drift/max_abs"] < 1e-4, "logits of the generation layout differ"
     for name in names:
         if not name.startswith("drift/"):
