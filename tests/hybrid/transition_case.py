@@ -80,9 +80,9 @@ def run(rank, world, values, steps, watch=False):
     sequences, rollout = [], trainer._rollout
 
     def recorded():
-        batch = rollout()
+        batch, extra = rollout()
         sequences.append([s.tolist() for s in batch.sequences])
-        return batch
+        return batch, extra
 
     trainer._rollout = recorded
     model = trainer.models.actor.model
