@@ -85,7 +85,7 @@ def test_nothing_moves(ranks, tiny_model_dir, tmp_path, layout):
     for result in ranks(world, run_transition, values):
         assert result["moved"] == [] and result["back"] == []
         before, inside, after = result["memory"]
-        assert before == inside, "the transition took memory"
+        assert inside <= before, "the transition took memory"
         assert after <= before + 2**16, "generation left something behind"
         assert result["generation"] > 0, "the counter must see collectives"
 
