@@ -39,14 +39,15 @@ def render(folder: Path, rows: Sequence[Row]) -> str:
     """The page's text. Everything that comes from the run is escaped."""
     from plotly.offline import get_plotlyjs
 
-    charts = all_charts(rows)
+    alerts = read_rows(folder / "alerts.jsonl")
+    charts = all_charts(rows, alerts)
     attempts = read_attempts(folder)
     config = folder / "config.yaml"
     parts = {
         "NAME": html.escape(folder.resolve().name),
         "SUBTITLE": html.escape(subtitle(attempts)),
         "TILES": _tiles(rows),
-        "ALERTS": _alerts(read_rows(folder / "alerts.jsonl")),
+        "ALERTS": _alerts(alerts),
         "CHARTS": "\n".join(_card(chart) for chart in charts),
         "SAMPLES": _samples(read_rows(folder / "samples.jsonl")),
         "RUN": _run(attempts),

@@ -18,6 +18,7 @@ PHASE_COLOURS = {
     "evaluation": "#86efac", "startup": "#64748b", "param_gather": "#1e3a8a",
     "resharding": "#172554",
 }  # fmt: skip
+ALERT_COLOUR = "#dc2626"
 MOST_POINTS = 1500
 SMOOTH_FROM = 60  # steps from which a noisy curve also gets a smoothed one
 
@@ -32,20 +33,24 @@ class Chart:
     figure: dict[str, Any]
 
 
-def all_charts(rows: Sequence[Row]) -> list[Chart]:
-    """Every chart that these rows have data for, what matters first at the top."""
+def all_charts(rows: Sequence[Row], alerts: Sequence[Row] = ()) -> list[Chart]:
+    """Every chart that these rows have data for, what matters first at the top.
+
+    Args:
+        alerts: rows of alerts.jsonl; the chart of the reward marks where they began.
+    """
     charts = [
-        reward_chart(rows),
+        reward_chart(rows, alerts),
         _lines(rows, "kl", "KL from the reference", "nats per token, before it shapes any reward",
                {"kl/ref": "KL", "kl/loss": "KL loss"}),
         _lines(rows, "entropy", "Entropy", "of the policy, nats per token",
                {"policy/entropy": "entropy"}),
         _lines(rows, "lengths", "Response length", "tokens",
                {"length/response_mean": "mean", "length/response_max": "longest"}),
-        time_chart(rows),
         _lines(rows, "clip", "Clipped tokens", "share of tokens where the clip is active",
                {"policy/clipfrac": "policy", "policy/dual_clipfrac": "dual clip",
                 "value/clipfrac": "value", "length/truncated": "responses cut"}),
+        time_chart(rows),
         _lines(rows, "update_kl", "Size of an update", "KL between old and new policy (k3)",
                {"policy/approx_kl3": "k3"}),
         _lines(rows, "gradients", "Gradient norm", "before clipping",
@@ -72,8 +77,8 @@ def all_charts(rows: Sequence[Row]) -> list[Chart]:
     return [chart for chart in charts if chart.figure["data"]]
 
 
-def reward_chart(rows: Sequence[Row]) -> Chart:
-    """Mean reward with a band of one standard deviation, and evaluations."""
+def reward_chart(rows: Sequence[Row], alerts: Sequence[Row] = ()) -> Chart:
+    """Mean reward with a band of one standard deviation, evaluations, and where alerts began."""
     steps, means = _series(rows, "reward/mean")
     _, deviations = _series(rows, "reward/std")
     data: list[dict[str, Any]] = []
@@ -94,7 +99,19 @@ def reward_chart(rows: Sequence[Row]) -> Chart:
              "name": "held-out", "line": {"color": COLOURS[1], "dash": "dot"},
              "marker": {"size": 9, "symbol": "diamond"}}
         )  # fmt: skip
-    return _chart("reward", "Reward", "mean over the samples of a step", data)
+    chart = _chart("reward", "Reward", "mean over the samples of a step", data)
+    began = [alert for alert in alerts if alert["message"] is not None]
+    chart.figure["layout"]["shapes"] = [
+        {"type": "line", "xref": "x", "yref": "paper", "x0": a["step"], "x1": a["step"], "y0": 0,
+         "y1": 1, "line": {"color": ALERT_COLOUR, "width": 1.5, "dash": "dash"}}
+        for a in began
+    ]  # fmt: skip
+    chart.figure["layout"]["annotations"] = [
+        {"x": a["step"], "y": 1, "yref": "paper", "text": a["rule"], "showarrow": False,
+         "xanchor": "left", "yanchor": "top", "font": {"color": ALERT_COLOUR}}
+        for a in began
+    ]  # fmt: skip
+    return chart
 
 
 def time_chart(rows: Sequence[Row]) -> Chart:
@@ -112,6 +129,7 @@ def time_chart(rows: Sequence[Row]) -> Chart:
             )  # fmt: skip
     figure = _chart("time", "Where the time goes", "seconds per phase, mean over ranks", data)
     figure.figure["layout"] |= {"barmode": "stack", "bargap": 0.08}
+    figure.figure["layout"]["legend"] |= {"traceorder": "normal"}
     return figure
 
 

@@ -1,0 +1,123 @@
+"""Layer: pure. Each known disease raises its own alert, once, and a healthy run raises none."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from megatron_rl.config.operation import AlertSettings
+from megatron_rl.monitor.alerts import RULES, Alerts
+
+WINDOW = 5
+SETTINGS = AlertSettings(window=WINDOW)
+HEALTHY = {
+    "reward/mean": 0.5, "kl/ref": 0.05, "policy/approx_kl3": 0.01, "policy/entropy": 2.0,
+    "policy/clipfrac": 0.1, "policy/skipped_steps": 0.0, "length/response_mean": 100.0,
+    "length/truncated": 0.05, "value/explained_variance": 0.6, "drift/mean_abs": 0.002,
+    "perf/step_seconds": 10.0, "spread/straggler_seconds": 0.3,
+}  # fmt: skip
+# rule → (what the sick steps show, words of the message, the limit's setting)
+SICK = {
+    "kl": ({"kl/ref": 3.0}, ["3 nats", "limit 1", "kl.coef"], "kl"),
+    "update_kl": ({"policy/approx_kl3": 0.9}, ["0.9 nats", "0.2", "actor.lr"], "update_kl"),
+    "entropy": ({"policy/entropy": 0.1}, ["0.1 nats", "20%", "entropy_coef"], "entropy_share"),
+    "clipfrac": ({"policy/clipfrac": 0.6}, ["60%", "30%", "epochs"], "clipfrac"),
+    "length": (
+        {"length/response_mean": 900.0, "reward/mean": 0.9},
+        ["900 tokens", "×2", "to 0.9", "samples.jsonl"], "length_growth",
+    ),
+    "explained_variance": (
+        {"value/explained_variance": -2.0}, ["-2.00", "critic.lr"], "explained_variance",
+    ),
+    "drift": ({"drift/mean_abs": 0.4}, ["0.4", "importance_sampling"], "drift"),
+    "straggler": (
+        {"spread/straggler_seconds": 4.0, "spread/straggler_rank": 3.0},
+        ["rank 3", "40%", "10%"], "straggler_share",
+    ),
+    "not_finite": ({"policy/skipped_steps": 2.0}, ["skipped in each of the last 5"], None),
+}  # fmt: skip
+
+
+def steps(rng: random.Random, count: int, **changes: float) -> list[dict[str, float]]:
+    """Metrics of `count` steps around healthy values; changed ones are exact."""
+    rows = []
+    for _ in range(count):
+        row = {tag: value * rng.uniform(0.9, 1.1) for tag, value in HEALTHY.items()}
+        row["spread/straggler_rank"] = float(rng.randrange(8))
+        rows.append(row | changes)
+    return rows
+
+
+def follow(alerts: Alerts, rows: list[dict[str, float]]) -> list[tuple[int, str, str | None]]:
+    """(index, rule, message) of everything that began or ended."""
+    return [
+        (i, change.rule, change.message) for i, row in enumerate(rows) for change in alerts.add(row)
+    ]
+
+
+def test_every_rule_has_a_case():
+    assert set(SICK) == set(RULES)
+
+
+@pytest.mark.parametrize("rule", SICK)
+def test_a_disease_is_reported_once_and_when_it_is_over(rule):
+    sick, words, _ = SICK[rule]
+    rng, alerts = random.Random(rule), Alerts(SETTINGS)
+    assert follow(alerts, steps(rng, 40)) == []
+    begun = follow(alerts, steps(rng, 3 * WINDOW, **sick))
+    assert [name for _, name, _ in begun] == [rule], begun
+    at, _, message = begun[0]
+    assert at < WINDOW, "noticed within a window"
+    assert all(word in message for word in words), message
+    ended = follow(alerts, steps(rng, 2 * WINDOW))
+    assert [(name, text) for _, name, text in ended] == [(rule, None)]
+
+
+@pytest.mark.parametrize("rule", [rule for rule, case in SICK.items() if case[2]])
+def test_null_switches_one_alert_off(rule):
+    sick, _, setting = SICK[rule]
+    settings = dataclasses.replace(SETTINGS, **{setting: None})
+    rng, alerts = random.Random(rule), Alerts(settings)
+    assert follow(alerts, steps(rng, 20) + steps(rng, 20, **sick)) == []
+
+
+def test_a_limit_is_met_from_both_sides():
+    for kl, expected in ((0.999, []), (1.001, ["kl"])):
+        rng, alerts = random.Random(0), Alerts(SETTINGS)
+        found = follow(alerts, steps(rng, 3 * WINDOW, **{"kl/ref": kl}))
+        assert [name for _, name, _ in found] == expected
+
+
+def test_a_fresh_critic_may_be_wrong_for_two_windows():
+    rng, alerts = random.Random(1), Alerts(SETTINGS)
+    bad = {"value/explained_variance": -1.0}
+    assert follow(alerts, steps(rng, 2 * WINDOW - 1, **bad)) == []
+    assert [name for _, name, _ in follow(alerts, steps(rng, 1, **bad))] == ["explained_variance"]
+
+
+def test_slow_ranks_that_take_turns_are_no_straggler():
+    rng, alerts = random.Random(2), Alerts(SETTINGS)
+    rows = steps(rng, 30, **{"spread/straggler_seconds": 4.0})
+    for i, row in enumerate(rows):
+        row["spread/straggler_rank"] = float(i % 3)
+    assert follow(alerts, rows) == []
+
+
+def test_numbers_that_are_not_finite_are_named_at_once():
+    rng, alerts = random.Random(3), Alerts(SETTINGS)
+    found = follow(alerts, steps(rng, 1, **{"policy/loss": float("nan")}))
+    assert [(name, "policy/loss" in text) for _, name, text in found] == [("not_finite", True)]
+    alerts = Alerts(SETTINGS)
+    found = follow(alerts, steps(rng, WINDOW, **{"kl/ref": float("nan")}))
+    assert {"not_finite", "kl"} == {name for _, name, _ in found}
+
+
+def test_missing_metrics_say_nothing_and_off_is_off():
+    rows = [{"reward/mean": 0.1}] * 30
+    assert follow(Alerts(SETTINGS), rows) == []
+    rng = random.Random(4)
+    sick = {tag: value for case in SICK.values() for tag, value in case[0].items()}
+    off = Alerts(AlertSettings(enable=False, window=WINDOW))
+    assert follow(off, steps(rng, 20) + steps(rng, 20, **sick)) == []
