@@ -9,8 +9,10 @@ from typing import Any
 REDACTED = "[redacted]"
 
 _SECRET_NAME = re.compile(
-    r"token(?!iz|s\b|s_|_id)|api_?key|access_?key|private_?key|secret|passw|passphrase|credential"
-    r"|cookie|authorization|\bauth\b|_auth\b|_pat\b|(^|_)key$",
+    # Not the tokens of a language model: eos_token, max_tokens, stop_token_ids, tokenizer.
+    r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)token(?!iz|s\b|s_|_id)"
+    r"|(api|access|private|secret|signing|encryption)_?key|(^|\.)key$|(?-i:_KEY$)"
+    r"|secret|passw|passphrase|credential|cookie|authorization|\bauth\b|_auth\b|_pat\b",
     re.IGNORECASE,
 )
 _SECRET_VALUE = re.compile(

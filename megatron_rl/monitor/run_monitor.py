@@ -92,7 +92,6 @@ class RunMonitor:
         Returns:
             The metrics, equal on all ranks.
         """
-        self.profiler.end(step)
         metrics, work = rollout_metrics(batch, self.groups)
         metrics |= learning_metrics(updates, kl_coef=kl_coef) | more
         metrics |= self._performance(step, work)
@@ -117,6 +116,7 @@ class RunMonitor:
                     },
                 )
             )  # fmt: skip
+        self.profiler.end(step)  # writing a trace takes seconds that are not the step's
         return metrics
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:

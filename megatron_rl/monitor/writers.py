@@ -51,9 +51,12 @@ class Writers:
         self._samples = reopen_rows(folder / "samples.jsonl", first_step)
         self._alerts = reopen_rows(folder / "alerts.jsonl", first_step)
         self.alerts = Alerts(monitor.alerts)
+        self._evaluated: set[int] = set()
         for row in read_rows(folder / "metrics.jsonl"):
-            if "perf/step_seconds" in row:  # steps, not evaluations
+            if "perf/step_seconds" in row:  # a step, not an evaluation
                 self.alerts.add(_numbers(row))
+            else:
+                self._evaluated.add(row["step"])
         self.tensorboard = self.wandb = self.console = None
         if monitor.tensorboard:
             self.tensorboard = TensorBoardWriter(
@@ -87,8 +90,14 @@ class Writers:
             self._alert(step, alert)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """An evaluation after `step` steps."""
-        self._scalars(step, metrics)
+        """An evaluation after `step` steps.
+
+        One that a resumed run repeats, because it was made after the checkpoint, is not written
+        again.
+        """
+        if step not in self._evaluated:
+            self._evaluated.add(step)
+            self._scalars(step, metrics)
         self.note(
             f"evaluation at step {step} · mean reward {metrics['eval/reward_mean']:.3f} on "
             f"{metrics['eval/prompts']:.0f} held-out prompts"

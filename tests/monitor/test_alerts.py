@@ -20,18 +20,18 @@ HEALTHY = {
 }  # fmt: skip
 # rule → (what the sick steps show, words of the message, the limit's setting)
 SICK = {
-    "kl": ({"kl/ref": 3.0}, ["3 nats", "limit 1", "kl.coef"], "kl"),
-    "update_kl": ({"policy/approx_kl3": 0.9}, ["0.9 nats", "0.2", "actor.lr"], "update_kl"),
-    "entropy": ({"policy/entropy": 0.1}, ["0.1 nats", "20%", "entropy_coef"], "entropy_share"),
-    "clipfrac": ({"policy/clipfrac": 0.6}, ["60%", "30%", "epochs"], "clipfrac"),
+    "kl": ({"kl/ref": 3.0}, ["limit 1)", "kl.coef"], "kl"),
+    "update_kl": ({"policy/approx_kl3": 0.9}, ["limit 0.2)", "actor.lr"], "update_kl"),
+    "entropy": ({"policy/entropy": 0.1}, ["(limit 20%", "entropy_coef"], "entropy_share"),
+    "clipfrac": ({"policy/clipfrac": 0.6}, ["limit 30%)", "epochs"], "clipfrac"),
     "length": (
         {"length/response_mean": 900.0, "reward/mean": 0.9},
-        ["900 tokens", "×2", "to 0.9", "samples.jsonl"], "length_growth",
+        ["limit ×2)", "samples.jsonl"], "length_growth",
     ),
     "explained_variance": (
-        {"value/explained_variance": -2.0}, ["-2.00", "critic.lr"], "explained_variance",
+        {"value/explained_variance": -2.0}, ["(limit 0)", "critic.lr"], "explained_variance",
     ),
-    "drift": ({"drift/mean_abs": 0.4}, ["0.4", "importance_sampling"], "drift"),
+    "drift": ({"drift/mean_abs": 0.4}, ["limit 0.05)", "importance_sampling"], "drift"),
     "straggler": (
         {"spread/straggler_seconds": 4.0, "spread/straggler_rank": 3.0},
         ["rank 3", "40%", "10%"], "straggler_share",
@@ -73,6 +73,24 @@ def test_a_disease_is_reported_once_and_when_it_is_over(rule):
     assert all(word in message for word in words), message
     ended = follow(alerts, steps(rng, 2 * WINDOW))
     assert [(name, text) for _, name, text in ended] == [(rule, None)]
+
+
+def test_messages_give_the_numbers():
+    alerts = Alerts(AlertSettings(window=1))
+    row = dict(HEALTHY, **{"spread/straggler_rank": 0.0})
+    alerts.add(row)
+    sick = {tag: value for case in SICK.values() for tag, value in case[0].items()}
+    texts = {alert.rule: alert.message for alert in alerts.add(row | sick)}
+    numbers = {
+        "kl": "3 nats", "update_kl": "0.9 nats", "entropy": "0.1 nats per token, 2 at the start",
+        "clipfrac": "60% of the tokens", "explained_variance": "-2.00", "drift": "0.4 on average",
+        "length": "900 tokens per response, 100 at the start (limit ×2), 5% truncated, while the "
+        "reward went from 0.5 to 0.9", "straggler": "rank 3 (or its replica) 40% of every step",
+        "not_finite": "each of the last 1 steps",
+    }  # fmt: skip
+    assert {rule: numbers[rule] in text for rule, text in texts.items()} == dict.fromkeys(
+        RULES, True
+    )
 
 
 @pytest.mark.parametrize("rule", [rule for rule, case in SICK.items() if case[2]])

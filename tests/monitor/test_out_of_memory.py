@@ -39,7 +39,7 @@ def held(*, rest: int = 0, cache: int = 0, weights: int = 2) -> Holders:
          "rollout.kv_memory_fraction=0.4"),
         ("generation", ["training.dtype=bf16", "rollout.kv_cache_gb=90"], held(cache=90), 1,
          "rollout.kv_cache_gb=45"),
-        ("update_actor", ["training.dtype=bf16", "training.grad_reduce=ddp"], held(), 4,
+        ("update_actor", ["training.dtype=bf16", "training.grad_reduce=ddp"], held(), 8,
          "training.grad_reduce=distributed_optimizer"),
         ("startup", ["training.dtype=fp32"], held(rest=50), 1, "training.dtype=bf16"),
         ("ref_logprobs", ["training.dtype=bf16"], held(weights=9), 2, "parallel.tp=2"),
@@ -137,3 +137,15 @@ def test_one_rank_without_memory_ends_all(tiny_model_dir, tmp_path):
     assert "rank 1 ran out of memory in phase scoring" in error
     assert "rank 1 ran out of memory" in (tmp_path / "run/logs/rank_00001.log").read_text()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks
+def test_a_full_gpu_is_explained(tiny_model_dir, tmp_path, ranks):
+    body = "import torch; torch.empty(10**15, dtype=torch.uint8, device='cuda')"
+    values = run_case.settings(
+        str(tiny_model_dir), tmp_path, reward={"function": reward_file(tmp_path, body)}
+    )
+    values["runtime"] = {"device": "cuda"}
+    with pytest.raises(RankError, match="rank 0 ran out of memory in phase scoring. It holds: "):
+        ranks(1, run_case.run, values, 1)

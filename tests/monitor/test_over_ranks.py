@@ -111,10 +111,23 @@ def test_an_error_in_a_phase_can_be_explained():
         RuntimeError(f"{phase}: {error}") if "dear" in str(error) else None
     )
     with pytest.raises(RuntimeError, match="scoring: oh dear") as caught, timer.phase("scoring"):
-        raise KeyError("oh dear")
-    assert isinstance(caught.value.__cause__, KeyError)
+        raise ValueError("oh dear")
+    assert isinstance(caught.value.__cause__, ValueError)
     with pytest.raises(KeyError, match="other"), timer.phase("values"):
         raise KeyError("other")
     assert timer.current is None and timer.take() == {}
     with pytest.raises(AssertionError, match="'lunch' is not one of"), timer.phase("lunch"):
         pass
+
+
+@pytest.mark.gpu
+def test_peak_memory_of_a_gpu_belongs_to_its_phase():
+    timer = PhaseTimer(torch.device("cuda"))
+    with timer.phase("generation"):
+        cache = torch.empty(10**9, dtype=torch.uint8, device="cuda")
+        del cache
+    with timer.phase("values"):
+        torch.empty(10**6, dtype=torch.uint8, device="cuda")
+    uses = timer.take()
+    assert 1e9 <= uses["generation"].allocated < 1.2e9
+    assert uses["values"].allocated < 1e8 and uses["values"].reserved >= 1e9

@@ -17,13 +17,14 @@ SECRET = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in r
     "name",
     ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "api_key",
      "DB_PASSWORD", "SSH_PASSPHRASE", "GOOGLE_APPLICATION_CREDENTIALS", "GITHUB_PAT",
-     "AWS_SESSION_TOKEN", "HTTP_AUTHORIZATION", "NPM_AUTH", "PRIVATE_KEY", "COOKIE", "key"],
+     "AWS_SESSION_TOKEN", "HTTP_AUTHORIZATION", "NPM_AUTH", "PRIVATE_KEY", "COOKIE", "key",
+     "SOME_KEY"],
 )  # fmt: skip
 def test_values_with_a_secret_name_are_hidden(name):
     assert redact({name: SECRET}) == {name: REDACTED}
     assert redact({"reward": {"kwargs": {name: [SECRET]}}})["reward"]["kwargs"][name] == [REDACTED]
-    assert redact_command(["train_ppo.py", f"reward.kwargs.{name.lower()}={SECRET}"])[1] == (
-        f"reward.kwargs.{name.lower()}={REDACTED}"
+    assert redact_command(["train_ppo.py", f"reward.kwargs.{name}={SECRET}"])[1] == (
+        f"reward.kwargs.{name}={REDACTED}"
     )
 
 
@@ -44,7 +45,7 @@ def test_values_that_look_like_secrets_are_hidden_under_any_name(value):
     ("name", "value"),
     [("PATH", "/usr/bin:/bin"), ("model.tokenizer.path", "models/x"), ("max_new_tokens", 512),
      ("training.max_tokens_per_micro_batch", 16384), ("rollout.stop_token_ids", [1, 2]),
-     ("model.tokenizer.eos_token", ""), ("NCCL_DEBUG", "INFO"), ("data.prompt_key", ""),
+     ("model.tokenizer.eos_token", "</s>"), ("NCCL_DEBUG", "INFO"), ("data.prompt_key", "question"),
      ("TOKENIZERS_PARALLELISM", "false"), ("XAUTHORITY_FREE", "x"), ("a", None), ("b", True)],
 )  # fmt: skip
 def test_ordinary_settings_stay_as_they_are(name, value):

@@ -61,6 +61,9 @@ def record(step: int, value: float) -> StepRecord:
 def attempt(config: Config, first: int, last: int, offset: float, *, killed: bool) -> None:
     """Steps first+1..last; a killed attempt never closes anything."""
     writers = Writers(config, total_steps=9, first_step=first)
+    if first:
+        # The checkpoint may have been written before the evaluation of its step.
+        writers.evaluation(first, {"eval/reward_mean": float(first), "eval/prompts": 4.0})
     for step in range(first + 1, last + 1):
         writers.step(record(step, step + offset))
         if step % 2 == 0:
