@@ -135,7 +135,6 @@ def test_one_rank_without_memory_ends_all(tiny_model_dir, tmp_path):
     _, error = process.communicate(timeout=240)
     assert process.returncode not in (0, 2, 75)
     assert "rank 1 ran out of memory in phase scoring" in error
-    assert "rank 1 ran out of memory" in (tmp_path / "run/logs/rank_00001.log").read_text()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 

@@ -80,7 +80,8 @@ def test_histograms_cover_all_replicas_and_tokens(run):
         tokens = row["length/response_mean"] * BATCH * N * EPOCHS
         assert event.histogram_value.num == pytest.approx(tokens)
         mean = event.histogram_value.sum / event.histogram_value.num
-        assert mean == pytest.approx(row["policy/ratio"], rel=0.05), "within a bucket's width"
+        # Within the width of the buckets; ratios above 4 are in one.
+        assert mean == pytest.approx(row["policy/ratio"], rel=0.1)
 
 
 def test_seconds_of_the_phases_add_up_to_the_step(run):
