@@ -32,6 +32,10 @@ from megatron_rl.models.gpt import DTYPES, ParallelModel
 
 # Beside a policy, a value head belongs to the critic that was trained with it.
 _CRITIC_HEADS = ("v_head", "value_head")
+_NO_HEAD = (
+    "; a reward model needs a scalar head, as sequence classifiers with one label have: "
+    "python -m megatron_rl.rewards.fit makes one"
+)
 
 
 class HuggingFaceFolder:
@@ -69,7 +73,7 @@ class HuggingFaceFolder:
             raise ValueError(
                 f"{str(self.path)!r} does not hold the weights of a {self.architecture.family} "
                 f"{self.role}: missing {listing(missing)}; unexpected {listing(extra)}"
-                + ("; a reward model needs a value head" if "score.weight" in missing else "")
+                + (_NO_HEAD if "score.weight" in missing else "")
             )
         for name, shape in expected.items():
             found = tuple(self.weights(name).get_shape())
@@ -77,6 +81,27 @@ class HuggingFaceFolder:
                 raise ValueError(
                     f"{name} in {str(self.path)!r} has shape {found}, config.json asks for {shape}"
                 )
+
+        self._check_tied()
+
+    def _check_tied(self) -> None:
+        """Refuses a tied output layer beside weights of its own that say something else: which of
+        the two transformers would use depends on its version."""
+        names = self.weights.names()
+        if self.head != "lm" or not self.architecture.tied or "lm_head.weight" not in names:
+            return
+        own, embedding = self.weights("lm_head.weight"), self.weights("model.embed_tokens.weight")
+        rows, step = self.architecture.vocab, 8192
+        equal = tuple(own.get_shape()) == tuple(embedding.get_shape()) and all(
+            torch.equal(own[start : start + step], embedding[start : start + step])
+            for start in range(0, rows, step)
+        )
+        if not equal:
+            raise ValueError(
+                f"config.json in {str(self.path)!r} says tie_word_embeddings, but lm_head.weight "
+                "differs from model.embed_tokens.weight; set tie_word_embeddings to false to use "
+                "both, or remove lm_head.weight"
+            )
 
     def huggingface_shapes(self) -> dict[str, tuple[int, ...]]:
         """What the role reads, under Hugging Face names."""

@@ -23,7 +23,7 @@ _SHAPE_FIELDS = {
     "head_dim", "intermediate_size", "vocab_size", "tie_word_embeddings", "rms_norm_eps",
     "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "hidden_act",
     "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers",
-    "layer_types", "attention_dropout",
+    "layer_types", "attention_dropout", "rope_interleaved", "use_mrope",
 }  # fmt: skip
 _NEUTRAL_FIELDS = {
     "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
@@ -32,6 +32,19 @@ _NEUTRAL_FIELDS = {
     "output_attentions", "output_hidden_states", "is_decoder", "is_encoder_decoder",
     "chunk_size_feed_forward", "transformers.js_config", "is_llama_config", "finetuning_task",
     "cross_attention_hidden_size", "add_cross_attention", "task_specific_params", "summary_type",
+    "_attn_implementation_autoset",
+}  # fmt: skip
+_WHERE_SILENT: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}  # fmt: skip
+"""What transformers assumes where a file does not name a field (null means something else)."""
+_ROPE_FIELDS = {
+    "default": (), "linear": ("factor",),
+    "llama3": (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
 }  # fmt: skip
 
 
@@ -54,6 +67,7 @@ class Architecture:
     `heads`/`kv_heads` are those of the checkpoint; `padded_…` say what a layout computes with.
     `padded_for` is the tensor parallel size whose padding is used instead of the layout's own: a
     generation model that takes over a training model's shards takes over their padding.
+    `max_positions` is the longest sequence that the model may see.
     """
 
     family: str
@@ -148,33 +162,51 @@ def architecture_from_config(config: dict[str, Any], *, source: str) -> Architec
             f"{source}: model_type is {family!r}, which is not supported; "
             f"known families: {', '.join(sorted(FAMILIES))}"
         )
+    config = _WHERE_SILENT[family] | config
     _refuse_unknown_fields(config, source)
     heads = _positive(config, "num_attention_heads", source)
     hidden = _positive(config, "hidden_size", source)
-    kv_heads = config.get("num_key_value_heads") or heads
+    kv_heads, head_dim = heads, hidden // heads
+    if config.get("num_key_value_heads") is not None:
+        kv_heads = _positive(config, "num_key_value_heads", source)
+    if config.get("head_dim") is not None:
+        head_dim = _positive(config, "head_dim", source)
     if heads % kv_heads:
         raise ValueError(
             f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
             f"{kv_heads}"
         )
     return Architecture(
-        family=family, hidden=hidden, heads=heads, kv_heads=kv_heads,
+        family=family, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         layers=_positive(config, "num_hidden_layers", source),
-        head_dim=config.get("head_dim") or hidden // heads,
         ffn=_positive(config, "intermediate_size", source),
         vocab=_positive(config, "vocab_size", source),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        max_positions=_positive(config, "max_position_embeddings", source),
-        rope=_read_rope(config, source),
+        tied=_flag(config, "tie_word_embeddings", source),
+        norm_eps=_number(config, "rms_norm_eps", source, 1e-6),
+        max_positions=_context(config, source), rope=_read_rope(config, source),
         qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
     )  # fmt: skip
 
 
 def _positive(config: dict[str, Any], field: str, source: str) -> int:
     value = config.get(field)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{source}: {field} is {value!r}: it must be a positive whole number")
+    return value
+
+
+def _number(config: dict[str, Any], field: str, source: str, default: float | None) -> float:
+    value = config.get(field)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise ValueError(f"{source}: {field} is {value!r}: it must be a positive number")
+    return float(value)
+
+
+def _flag(config: dict[str, Any], field: str, source: str) -> bool:
+    value = config.get(field, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{source}: {field} is {value!r}: it must be true or false")
     return value
 
 
@@ -186,51 +218,60 @@ def _refuse_unknown_fields(config: dict[str, Any], source: str) -> None:
             f"{source}: the field {field!r} ({value!r}) is not known for this family; it might "
             "change the function, so it is refused (remove it if it has no effect)"
         )
+    kinds = {"full_attention"} | ({"sliding_attention"} if _windowed(config) else set())
     refused = {
         "hidden_act": lambda v: v != "silu",
         "attention_bias": bool,
         "mlp_bias": bool,
+        "rope_interleaved": bool,
+        "use_mrope": bool,
         "attention_dropout": lambda v: v != 0,
-        "layer_types": lambda v: any(kind != "full_attention" for kind in v),
+        "layer_types": lambda v: not kinds.issuperset(v),
     }
     for field, is_refused in refused.items():
         if config.get(field) is not None and is_refused(config[field]):
             raise ValueError(
                 f"{source}: {field}={config[field]!r} is not supported by this model code"
             )
-    window = config.get("sliding_window")
-    windowed = window is not None and config.get("use_sliding_window", True)
-    if windowed and window < config.get("max_position_embeddings", 0):
-        raise ValueError(
-            f"{source}: sliding_window={window} is shorter than max_position_embeddings and "
-            "windowed attention is not supported"
-        )
+
+
+def _windowed(config: dict[str, Any]) -> bool:
+    """Whether some layers attend to the last `sliding_window` tokens only."""
+    family, window = config["model_type"], config.get("sliding_window")
+    switched_on = family == "mistral" or (family != "llama" and config.get("use_sliding_window"))
+    return window is not None and bool(switched_on)
+
+
+def _context(config: dict[str, Any], source: str) -> int:
+    """Longest sequence in tokens.
+
+    A sliding window is honoured by staying inside it: up to its length, windowed and full attention
+    are the same function.
+    """
+    positions = _positive(config, "max_position_embeddings", source)
+    if not _windowed(config):
+        return positions
+    return min(positions, _positive(config, "sliding_window", source))
 
 
 def _read_rope(config: dict[str, Any], source: str) -> Rope:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    """Rotary parameters from `rope_parameters` or, in older files, `rope_theta` and
+    `rope_scaling` (which wins where both are given, as in transformers)."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    known = {"rope_theta", "rope_type", "type", "factor"}
-    if kind == "llama3":
-        known |= {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    elif kind not in ("default", "linear"):
+    if kind not in _ROPE_FIELDS:
         raise ValueError(
-            f"{source}: rope scaling {kind!r} is not supported; known: default, linear, llama3"
+            f"{source}: rope scaling {kind!r} is not supported; known: {', '.join(_ROPE_FIELDS)}"
         )
+    known = {"rope_theta", "rope_type", "type", "factor", *_ROPE_FIELDS[kind]}
     unknown = {key for key, value in scaling.items() if value is not None} - known
     if unknown:
         raise ValueError(f"{source}: rope parameters {sorted(unknown)} are not supported")
-    if kind == "default":
-        return Rope(theta=theta)
-    fields = {"theta": theta, "kind": kind, "factor": float(scaling["factor"])}
-    if kind == "llama3":
-        fields |= {
-            "low_freq_factor": float(scaling["low_freq_factor"]),
-            "high_freq_factor": float(scaling["high_freq_factor"]),
-            "original_max_positions": int(scaling["original_max_position_embeddings"]),
-        }
-    return Rope(**fields)
+    values = {name: _number(scaling, name, source, None) for name in _ROPE_FIELDS[kind]}
+    if "original_max_position_embeddings" in values:
+        values["original_max_positions"] = int(values.pop("original_max_position_embeddings"))
+    theta_in = config if scaling.get("rope_theta") is None else scaling
+    return Rope(theta=_number(theta_in, "rope_theta", source, 10000.0), kind=kind, **values)
 
 
 def config_json(arch: Architecture, *, dtype: str) -> dict[str, Any]:
@@ -251,4 +292,4 @@ def config_json(arch: Architecture, *, dtype: str) -> dict[str, Any]:
         "head_dim": arch.head_dim, "intermediate_size": arch.ffn, "vocab_size": arch.vocab,
         "tie_word_embeddings": arch.tied, "rms_norm_eps": arch.norm_eps,
         "rope_parameters": rope, "max_position_embeddings": arch.max_positions,
-    }  # fmt: skip
+    } | ({"sliding_window": None} if arch.family == "mistral" else {})  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.convert.hf_weights import HuggingFaceWeights
+from megatron_rl.convert.huggingface import HuggingFaceFolder
 from megatron_rl.engine.microbatch import MicroBatch, pack, partition
 from megatron_rl.engine.passes import share_from_last_stage
 from megatron_rl.engine.schedule import forward_only
@@ -118,12 +118,12 @@ def check_reward_model(
     """Checks the folder's head and tokenizer, and decides how samples are read.
 
     Raises:
-        ConfigError: without a scalar head; for a tokenizer that does not fit; for samples that may
-            be longer than the model's context.
+        ConfigError: for weights that are not the architecture's or lack a scalar head, a tokenizer
+            that does not fit, or samples that may be longer than the model's context.
     """
     folder = Path(config.role_path("reward"))
     try:
-        _check_head(HuggingFaceWeights(folder), arch)
+        HuggingFaceFolder(folder, "reward").check()
         tokenizer = _own_tokenizer(folder, config, arch, actor_tokenizer)
     except ConfigError:
         raise
@@ -142,25 +142,6 @@ def check_reward_model(
             setting=SETTING,
         )
     return reader
-
-
-def _check_head(weights: HuggingFaceWeights, arch: Architecture) -> None:
-    wanted = (1, arch.hidden)
-    found = "score.weight" in weights.names()
-    shape = tuple(weights("score.weight").get_shape()) if found else None
-    if shape == wanted:
-        return
-    if found:
-        raise ValueError(
-            f"score.weight in {str(weights.folder)!r} has the shape {shape}, but a reward is one "
-            f"number: expected {wanted}; use a sequence classifier with num_labels=1"
-        )
-    candidates = sorted(n for n in weights.names() if tuple(weights(n).get_shape()) == wanted)
-    raise ValueError(
-        f"{str(weights.folder)!r} has no reward head 'score.weight' of the shape {wanted}; tensors "
-        f"of that shape: {candidates or 'none'}; use a sequence classifier with num_labels=1, or "
-        "fit a head with python -m megatron_rl.rewards.fit"
-    )
 
 
 def _own_tokenizer(

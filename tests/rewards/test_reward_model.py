@@ -306,9 +306,9 @@ def _two_labels(model: Path, folder: Path) -> None:
 
 
 BAD = {
-    "no_head": (_no_head, {}, ["no reward head 'score.weight'", "(1, 64)", "rewards.fit"]),
-    "renamed_head": (_renamed_head, {}, ["['judge.weight']", "num_labels=1"]),
-    "two_labels": (_two_labels, {}, ["the shape (2, 64)", "num_labels=1"]),
+    "no_head": (_no_head, {}, ["missing score.weight", "scalar head", "rewards.fit"]),
+    "renamed_head": (_renamed_head, {}, ["missing score.weight", "unexpected judge.weight"]),
+    "two_labels": (_two_labels, {}, ["score.weight", "shape (2, 64)", "(1, 64)"]),
     "large_tokenizer": (
         lambda m, f: write_word_tokenizer(f, extra=9), {}, ["267 tokens", "has 259"]
     ),
