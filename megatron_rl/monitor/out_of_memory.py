@@ -30,6 +30,7 @@ class ModelsOfRun(Protocol):
     actor: Trainable
     critic: Trainable | None
     reference: ParallelModel | None
+    reward: ParallelModel | None
     engine: Engine
 
 
@@ -85,7 +86,7 @@ def explain_out_of_memory(
     trainables, frozen, engine, dp = [], [], None, 1
     if models is not None:
         trainables = [t for t in (models.actor, models.critic) if t is not None]
-        frozen = [m for m in (models.reference,) if m is not None]
+        frozen = [m for m in (models.reference, models.reward) if m is not None]
         engine, dp = models.transition.engine, models.actor.model.groups.layout.dp
     holders = measure_holders(trainables, frozen, engine, phase, device)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -166,7 +167,9 @@ def ways_out(config: Config, holders: Holders, phase: str, dp: int) -> list[tupl
         tokens = config.rollout.max_batch_tokens
         if tokens > 1:
             found.append((f"rollout.max_batch_tokens={tokens // 2}", holders.rest // 2))
-    elif phase not in ("scoring", "advantages", "checkpoint"):
+    elif phase == "scoring" and not config.has_learned_reward:
+        pass  # a function's memory is its own affair
+    elif phase not in ("advantages", "checkpoint"):
         found.append((_smaller_micro_batch(config), holders.rest // 2))
     if updating and training.recompute != "full":
         # One layer's activations instead of all: what stays is each layer's input.
@@ -185,6 +188,7 @@ def ways_out(config: Config, holders: Holders, phase: str, dp: int) -> list[tupl
         found.append(("training.dtype=bf16", saved))
     for name, kind, role, needed in (
         ("reference_offload", "weights", "reference", phase == "ref_logprobs"),
+        ("reward_offload", "weights", "reward", phase == "scoring"),
         ("optimizer_offload", "optimizer", None, updating),
     ):
         setting = f"hybrid_engine.{name}.enable"
