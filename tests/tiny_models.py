@@ -36,13 +36,27 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}),
 }
 
+# The same families with the other choice of tied embeddings, KV heads or rope scaling.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "llama32": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama_linear_rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+         "tie_word_embeddings": False},
+    ),
+    "mistral_tied": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "qwen25": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True}),
+}  # fmt: skip
+
 
 def write_tiny_model(name: str, folder: Path, *, seed: int = 0, scale: float = 10.0) -> Path:
     """Writes config, weights and a byte-level tokenizer of the tiny model `name` to `folder`."""
     import torch
     import transformers
 
-    family, changes = TINY[name]
+    family, changes = (TINY | VARIANTS)[name]
     fields = {**_SHAPE, **changes}
     if family == "Qwen2":
         fields.pop("head_dim")

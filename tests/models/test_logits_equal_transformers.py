@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.tiny_models import TINY, VARIANTS
+
 LAYOUTS = {
     "tp1": dict(world=1), "tp2": dict(world=2, tp=2), "tp2_sp": dict(world=2, tp=2, sp=True),
     "pp2": dict(world=2, pp=2), "tp2_pp2": dict(world=4, tp=2, pp=2, sp=True),
@@ -54,10 +56,19 @@ def reference_logits(folder, seqs):
         return [model(s[None]).logits[0] for s in seqs]
 
 
+# Every model on every layout; of the variants all but the deepest cut are left to the slow tests.
+CASES = [pytest.param(name, layout) for name in sorted(TINY) for layout in LAYOUTS]
+CASES += [
+    pytest.param(name, layout, marks=[] if layout == "tp2_pp2" else pytest.mark.slow)
+    for name in sorted(VARIANTS)
+    for layout in LAYOUTS
+]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_equal_transformers(ranks, tiny_model, family, layout):
-    folder = tiny_model(family)
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_logits_equal_transformers(ranks, tiny_model, name, layout):
+    folder = tiny_model(name)
     spec = {"tp": 1, "pp": 1, "vpp": 1, "sp": False, **LAYOUTS[layout]}
     world = spec.pop("world")
     results = ranks(world, our_logits, str(folder), *[spec[k] for k in ("tp", "pp", "vpp", "sp")])

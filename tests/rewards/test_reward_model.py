@@ -163,7 +163,7 @@ def test_function_and_model_add_up_or_the_function_decides(ranks, tiny_model, tm
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", ["pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("dp2", marks=pytest.mark.slow)])
 def test_four_models_train_together(ranks, tiny_model, tmp_path, layout):
     """PPO with a learned reward has the same metrics on one rank and on two."""
     folder = write_tiny_reward_model(tiny_model("llama"), tmp_path / "reward")
