@@ -11,26 +11,30 @@ from megatron_rl.algorithms.plugins import (
     load_function,
 )
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.models.families import Architecture, read_architecture
+from megatron_rl.hub import Named, is_data_id, is_hub_id, prompt_file, tokenizer_place
+from megatron_rl.model_inputs import model_folders, read_model
+from megatron_rl.models.families import Architecture
 from megatron_rl.monitor import wandb_mirror
+from megatron_rl.once_per_node import NodeRank
 from megatron_rl.resharding.model_specs import check_generation_layout
 from megatron_rl.rewards.base import RewardFunction, check_signature, load_reward
 from megatron_rl.rewards.model import SampleReader, check_reward_model
 from megatron_rl.rollout.prompts import Prompt, PromptFile, PromptStream
-from megatron_rl.text import TextTokenizer
+from megatron_rl.text import Tokenizer, load_tokenizer
 
 
 @dataclass(kw_only=True, slots=True)
 class RunInputs:
-    """Tokenizer, prompts, reward and the architecture of each role."""
+    """Tokenizer, prompts, reward, and the architecture and local folder of each role."""
 
     config: Config
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     stream: PromptStream
     eval_file: PromptFile | None
     reward: RewardFunction | None
     reward_reader: SampleReader | None
     architectures: dict[str, Architecture]
+    folders: dict[str, Path]
 
     @classmethod
     def check(cls, config: Config, reward: RewardFunction | None) -> RunInputs:
@@ -42,22 +46,18 @@ class RunInputs:
         _check_plugins(config)
         if config.monitor.wandb:
             wandb_mirror.check_installed()
-        architectures = {role: _architecture(config, role) for role in _roles(config)}
+        node = NodeRank.read()
+        folders = model_folders(config, node)
+        architectures = {role: read_model(config, role, folders[role]) for role in folders}
         actor = architectures["actor"]
         _check_vocabularies(config, architectures)
         _check_generation(config, actor)
-        folder = config.model.tokenizer.path or config.role_path("actor")
-        tokenizer = TextTokenizer(folder, trust_remote_code=config.model.trust_remote_code)
-        if len(tokenizer) > actor.vocab:
-            raise ConfigError(
-                f"model.tokenizer.path: the tokenizer in {str(folder)!r} has {len(tokenizer)} "
-                f"tokens but the actor's vocabulary has {actor.vocab}; use the model's own "
-                "tokenizer",
-                setting="model.tokenizer.path",
-            )
+        tokenizer = _tokenizer(config, folders["actor"], actor, node)
         reader = None
         if config.has_learned_reward:
-            reader = check_reward_model(config, architectures["reward"], tokenizer)
+            reader = check_reward_model(
+                config, folders["reward"], architectures["reward"], tokenizer
+            )
         _check_stop_texts(config, tokenizer)
         limit = min(
             x for x in (config.data.max_prompt_length, config.rollout.max_length,
@@ -69,15 +69,28 @@ class RunInputs:
             prompt_key=config.data.prompt_key, chat_template=config.data.chat_template,
             tokenizer=tokenizer, limit=limit,
         )  # fmt: skip
-        train = PromptFile(config.data.train, setting="data.train", **kwargs)
+        paths = _prompt_paths(config, node)
+        train = PromptFile(paths["train"], setting="data.train", **kwargs)
         eval_file = None
-        if config.data.eval is not None:
-            eval_file = PromptFile(config.data.eval, setting="data.eval", **kwargs)
+        if "eval" in paths:
+            eval_file = PromptFile(paths["eval"], setting="data.eval", **kwargs)
         return cls(
-            config=config, tokenizer=tokenizer, architectures=architectures, eval_file=eval_file,
+            config=config, tokenizer=tokenizer, architectures=architectures, folders=folders,
+            eval_file=eval_file,
             stream=PromptStream(train, shuffle=config.data.shuffle, seed=config.seed),
             reward=_reward(config, reward), reward_reader=reader,
         )  # fmt: skip
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether another node may take long for its inputs, because some come from the hub."""
+        config = self.config
+        names = [config.role_path(role) for role in self.folders]
+        names.append(config.model.tokenizer.path)
+        data = [config.data.train, config.data.eval]
+        return any(map(is_hub_id, filter(None, names))) or any(
+            map(is_data_id, filter(None, data))
+        )
 
     def eval_prompts(self) -> list[Prompt]:
         """The held-out prompts that an evaluation uses.
@@ -121,7 +134,7 @@ def _check_vocabularies(config: Config, architectures: dict[str, Architecture]) 
         )
 
 
-def _check_stop_texts(config: Config, tokenizer: TextTokenizer) -> None:
+def _check_stop_texts(config: Config, tokenizer: Tokenizer) -> None:
     for text in config.rollout.stop:
         tokens = len(tokenizer.encode(text))
         if tokens != 1:
@@ -152,34 +165,49 @@ def _check_generation(config: Config, actor: Architecture) -> None:
         ) from error
 
 
-def _roles(config: Config) -> list[str]:
-    roles = ["actor"]
-    roles += ["critic"] if config.has_critic else []
-    roles += ["reference"] if config.has_reference else []
-    roles += ["reward"] if config.has_learned_reward else []
-    return roles
-
-
-def _architecture(config: Config, role: str) -> Architecture:
-    path = config.role_path(role)
-    setting = f"model.{role}.path"
-    if path is None or not Path(path).is_dir():
+def _tokenizer(
+    config: Config, actor_folder: Path, actor: Architecture, node: NodeRank
+) -> Tokenizer:
+    """The tokenizer that is named, else the one in the actor's folder."""
+    settings, place = config.model.tokenizer, actor_folder
+    trust = config.model.trust_remote_code
+    if settings.path is not None:
+        named = Named(
+            name=settings.path, revision=settings.revision, setting="model.tokenizer.path",
+            revision_setting="model.tokenizer.revision",
+        )  # fmt: skip
+        place = tokenizer_place(named, node, trust_remote_code=trust)
+    tokenizer = load_tokenizer(place, settings, trust_remote_code=trust)
+    if len(tokenizer) > actor.vocab:
         raise ConfigError(
-            f"{setting} is {path!r}: there is no such folder; give a Hugging Face model folder "
-            "(config.json and *.safetensors)",
-            setting=setting,
+            f"model.tokenizer.path: the tokenizer in {str(place)!r} has {len(tokenizer)} "
+            f"tokens but the actor's vocabulary has {actor.vocab}; use the model's own tokenizer",
+            setting="model.tokenizer.path",
         )
-    layout = config.role_parallel(role)
-    try:
-        architecture = read_architecture(path)
-        architecture.check_layout(
-            tp=layout.tp, pp=layout.pp, vpp=layout.vpp, name=f"the {role} ({path})"
+    return tokenizer
+
+
+def _prompt_paths(config: Config, node: NodeRank) -> dict[str, Path]:
+    """Split ("train" and, where there is one, "eval") → local JSONL file."""
+    names = {"train": config.data.train, "eval": config.data.eval}
+    revision = config.data.revision
+    on_hub = {split: is_data_id(name) for split, name in names.items() if name is not None}
+    if revision is not None and not any(on_hub.values()):
+        raise ConfigError(
+            f"data.revision is {revision!r}, but data.train and data.eval are on this disk, and "
+            "only hub ids have revisions; remove it or give a hub id",
+            setting="data.revision",
         )
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{setting}: {error}", setting=setting) from error
-    return architecture
+    return {
+        split: prompt_file(
+            Named(
+                name=names[split], revision=revision if is_id else None,
+                setting=f"data.{split}", revision_setting="data.revision",
+            ),
+            node, split=split,
+        )
+        for split, is_id in on_hub.items()
+    }  # fmt: skip
 
 
 def _reward(config: Config, given: RewardFunction | None) -> RewardFunction | None:

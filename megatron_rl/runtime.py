@@ -24,6 +24,8 @@ from megatron_rl.versions import UnsupportedVersionError
 
 EXIT_DONE, EXIT_BAD_INPUT, EXIT_REQUEUE, EXIT_CRASH = 0, 2, 75, 1
 
+_A_WEEK = timedelta(days=7)
+
 log = logging.getLogger("megatron_rl")
 
 
@@ -68,8 +70,13 @@ class Runtime:
         self._stop_signal: int | None = None
         self._owns_group = False
 
-    def start(self) -> None:
-        """Joins the process group, seeds everything, opens this rank's log."""
+    def start(self, *, inputs_may_be_late: bool = False) -> None:
+        """Joins the process group, seeds everything, opens this rank's log.
+
+        Args:
+            inputs_may_be_late: other nodes may still be fetching their inputs, so
+                `runtime.init_timeout` starts only when every rank has them; equal on all ranks.
+        """
         cuda_on_cpu.enable()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -78,7 +85,7 @@ class Runtime:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self._open_log()
         if not dist.is_initialized():
-            self._join()
+            self._join(inputs_may_be_late)
             self._owns_group = True
         from megatron_rl.parallel import set_group_timeout
 
@@ -86,17 +93,20 @@ class Runtime:
         random.seed(self.config.seed)
         torch.manual_seed(self.config.seed)
 
-    def _join(self) -> None:
+    def _join(self, inputs_may_be_late: bool) -> None:
         env = self.env
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        kwargs = {"timeout": timedelta(seconds=self.config.runtime.init_timeout)}
+        timeout = timedelta(seconds=self.config.runtime.init_timeout)
         if env.world_size == 1 and "MASTER_PORT" not in os.environ:
-            kwargs |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            store = dist.HashStore()
         else:
             os.environ.setdefault("MASTER_PORT", _slurm_port())
-            kwargs |= {"init_method": "env://", "rank": env.rank, "world_size": env.world_size}
-        dist.init_process_group(backend, **kwargs)
+            store = _meet(env, _A_WEEK if inputs_may_be_late else timeout)
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo", timeout=timeout, rank=env.rank,
+            world_size=env.world_size, store=dist.PrefixStore("run", store),
+        )  # fmt: skip
 
     def _open_log(self) -> None:
         folder = Path(self.config.run_dir) / "logs"
@@ -163,6 +173,20 @@ def _choose_device(config: Config, env: Environment) -> torch.device:
             setting="model.attention_backend",
         )
     return torch.device("cpu")
+
+
+def _meet(env: Environment, patience: timedelta) -> dist.Store:
+    """The ranks' key-value store, once all ranks are at this point.
+
+    Raises:
+        torch.distributed.DistStoreError: a rank is not there after `patience`.
+    """
+    store, _, _ = next(
+        dist.rendezvous("env://", rank=env.rank, world_size=env.world_size, timeout=patience)
+    )
+    store.set(f"ready/{env.rank}", "")
+    store.wait([f"ready/{rank}" for rank in range(env.world_size)], patience)
+    return store
 
 
 def _has_gpu() -> bool:

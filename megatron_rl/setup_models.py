@@ -101,7 +101,7 @@ def _model(
         backend=config.model.layer_spec, attention=config.model.attention_backend,
         trainable=trainable,
     )  # fmt: skip
-    load_huggingface(model, config.role_path(role), fresh_head=role == "critic")
+    load_huggingface(model, inputs.folders[role], fresh_head=role == "critic")
     return model
 
 

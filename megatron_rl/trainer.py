@@ -60,7 +60,7 @@ class Trainer:
         config.validate_world(env.world_size)
         self.inputs = RunInputs.check(config, reward)
         self.runtime = Runtime(config, env)
-        self.runtime.start()
+        self.runtime.start(inputs_may_be_late=self.inputs.may_be_late)
         self.timer = PhaseTimer(self.runtime.device)
         self.timer.on_error = self._explain
         self.models: Models | None = None
@@ -166,7 +166,7 @@ class Trainer:
     def export(self, folder: str | Path) -> None:
         """Writes the actor as a Hugging Face folder."""
         export_huggingface(
-            self.models.actor.model, folder, source=self.config.role_path("actor"),
+            self.models.actor.model, folder, source=self.inputs.folders["actor"],
             dtype=self.config.training.dtype,
         )  # fmt: skip
         dist.barrier()

@@ -208,7 +208,15 @@ def _check_monitor(config: Config) -> None:
 
 def _check_tokenizer(config: Config) -> None:
     tokenizer = config.model.tokenizer
+    if tokenizer.revision is not None and tokenizer.path is None:
+        rule = "is the revision of model.tokenizer.path, which is null"
+        way_out = "set model.tokenizer.path too or remove it"
+        refuse("model.tokenizer.revision", tokenizer.revision, rule, way_out)
     if tokenizer.type == "sentencepiece":
+        if config.data.chat_template:
+            rule = "a SentencePiece file holds no chat template"
+            way_out = "write the template's text into the prompts and set data.chat_template=false"
+            refuse("data.chat_template", True, rule, way_out)
         return
     for name in ("bos_token", "eos_token", "pad_token"):
         value = getattr(tokenizer, name)

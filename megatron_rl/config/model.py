@@ -25,9 +25,9 @@ class ModelRole:
     """Where the weights of one model come from and how they are laid out."""
 
     path: str | None = setting(None)
-    """Folder of the weights. Critic and reference: null starts from the actor's folder."""
+    """Folder or hub id of the weights. Critic and reference: null starts from the actor's."""
     revision: str | None = setting(None)
-    """Revision of a hub id; null takes the default branch."""
+    """Branch, tag or commit of a hub id; null takes the default branch."""
     parallel: RoleParallel | None = None
     """Layout of this model; null uses the section `parallel`."""
 
@@ -55,13 +55,15 @@ class TokenizerSettings:
     type: Literal["huggingface", "sentencepiece"] = setting("huggingface")
     """Format of the tokenizer files."""
     path: str | None = setting(None)
-    """Folder or file of the tokenizer; null takes the one in the actor's folder."""
+    """Folder, file or hub id of the tokenizer; null takes the one in the actor's folder."""
+    revision: str | None = setting(None)
+    """Branch, tag or commit of the tokenizer's hub id; null takes the default branch."""
     bos_token: str | None = setting(None)
-    """Piece that begins a text (SentencePiece only); null takes the one in the file."""
+    """Piece that begins a text (SentencePiece only); null takes the file's."""
     eos_token: str | None = setting(None)
-    """Piece that ends a text (SentencePiece only); null takes the one in the file."""
+    """Piece that ends a response (SentencePiece only); null takes the file's."""
     pad_token: str | None = setting(None)
-    """Piece that pads a text (SentencePiece only); null pads with the end token."""
+    """Piece that pads a text (SentencePiece only), left out of responses; null: the file's."""
 
 
 @dataclass(**SECTION)

@@ -14,9 +14,11 @@ class DataSettings:
     """The prompts."""
 
     train: str = setting("")
-    """JSONL file of training prompts; every line is an object that the reward function sees."""
+    """JSONL file of training prompts or a hub id; each line is an object that rewards see."""
     eval: str | None = setting(None)
-    """JSONL file of held-out prompts; null: no evaluation."""
+    """JSONL file of held-out prompts or a hub id; null: no evaluation."""
+    revision: str | None = setting(None)
+    """Branch, tag or commit of the data sets' hub ids; null takes the default branch."""
     prompt_key: str = setting("prompt")
     """Key of the prompt in a line."""
     chat_template: bool = setting(False)

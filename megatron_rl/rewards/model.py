@@ -29,7 +29,7 @@ from megatron_rl.models.families import Architecture
 from megatron_rl.models.gpt import ParallelModel
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.prompts import as_conversation
-from megatron_rl.text import TextTokenizer
+from megatron_rl.text import Tokenizer, load_tokenizer
 
 SETTING = "model.reward.path"
 
@@ -46,7 +46,7 @@ class SampleReader:
         max_positions: longest sample in tokens.
     """
 
-    tokenizer: TextTokenizer | None
+    tokenizer: Tokenizer | None
     chat_key: str | None
     pad_id: int | None
     max_positions: int
@@ -113,7 +113,7 @@ def learned_scores(
 
 
 def check_reward_model(
-    config: Config, arch: Architecture, actor_tokenizer: TextTokenizer
+    config: Config, folder: Path, arch: Architecture, actor_tokenizer: Tokenizer
 ) -> SampleReader:
     """Checks the folder's head and tokenizer, and decides how samples are read.
 
@@ -121,7 +121,6 @@ def check_reward_model(
         ConfigError: for weights that are not the architecture's or lack a scalar head, a tokenizer
             that does not fit, or samples that may be longer than the model's context.
     """
-    folder = Path(config.role_path("reward"))
     try:
         HuggingFaceFolder(folder, "reward").check()
         tokenizer = _own_tokenizer(folder, config, arch, actor_tokenizer)
@@ -145,12 +144,12 @@ def check_reward_model(
 
 
 def _own_tokenizer(
-    folder: Path, config: Config, arch: Architecture, actor: TextTokenizer
-) -> TextTokenizer | None:
+    folder: Path, config: Config, arch: Architecture, actor: Tokenizer
+) -> Tokenizer | None:
     """The folder's tokenizer where it reads samples differently from the actor's, else None."""
-    own = None
-    if any(folder.glob("tokenizer*")):
-        own = TextTokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+    own, settings = None, config.model.tokenizer
+    if any(folder.glob("tokenizer.model" if settings.type == "sentencepiece" else "tokenizer*")):
+        own = load_tokenizer(folder, settings, trust_remote_code=config.model.trust_remote_code)
     tokenizer = own or actor
     if len(tokenizer) > arch.vocab:
         raise ValueError(

@@ -9,7 +9,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.resharding.transition import Transition
 from megatron_rl.rollout.batch import RolloutBatch, make_batch
 from megatron_rl.rollout.prompts import Prompt
-from megatron_rl.text import TextTokenizer
+from megatron_rl.text import Tokenizer
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -25,7 +25,7 @@ def engine_settings(config: Config) -> EngineSettings:
 
 
 def sampling_params(
-    config: Config, tokenizer: TextTokenizer, *, temperature: float, seed: int
+    config: Config, tokenizer: Tokenizer, *, temperature: float, seed: int
 ) -> SamplingParams:
     """Sampling from `rollout`; stop texts (one token each: checked) become end tokens."""
     rollout = config.rollout
@@ -61,7 +61,7 @@ def replica_share(count: int, groups: ParallelGroups, block: int | None = None) 
 
 
 def collect(
-    transition: Transition, tokenizer: TextTokenizer, prompts: list[Prompt], *, n: int,
+    transition: Transition, tokenizer: Tokenizer, prompts: list[Prompt], *, n: int,
     sampling: SamplingParams, first_request: int, first_index: int = 0, block: int | None = None,
 ) -> RolloutBatch | None:  # fmt: skip
     """Generates `n` samples for each of this replica's prompts.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_rl.config import ConfigError
-from megatron_rl.text import TextTokenizer
+from megatron_rl.text import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +48,8 @@ class PromptFile:
     """
 
     def __init__(
-        self, path: str, *, setting: str, prompt_key: str, chat_template: bool,
-        tokenizer: TextTokenizer, limit: int,
+        self, path: str | Path, *, setting: str, prompt_key: str, chat_template: bool,
+        tokenizer: Tokenizer, limit: int,
     ) -> None:  # fmt: skip
         self.path, self.setting, self.key = Path(path), setting, prompt_key
         self.chat_template, self.tokenizer, self.limit = chat_template, tokenizer, limit

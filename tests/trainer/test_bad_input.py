@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import yaml
+from transformers import AutoTokenizer
 
 import train_ppo
-from tests.tiny_models import edit_config
+from tests.tiny_models import edit_config, write_byte_tokenizer
 from tests.trainer import run_case
 
 
@@ -53,6 +54,15 @@ def text(folder: Path, content: str) -> str:
     path = folder / "other.jsonl"
     path.write_text(content)
     return str(path)
+
+
+def larger_tokenizer(folder: Path) -> str:
+    target = folder / "tokenizer"
+    write_byte_tokenizer(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.add_tokens(["<one>", "<two>"])
+    tokenizer.save_pretrained(target)
+    return str(target)
 
 
 CASES = {
@@ -133,8 +143,8 @@ CASES = {
     ),
     "no_reward": (lambda m, f: {"reward": {}}, ["reward.function is null"]),
     "tokenizer_of_another_model": (
-        lambda m, f: {"model__actor": {"path": copy_model(m, f, vocab_size=100)}},
-        ["259 tokens", "vocabulary has 100"],
+        lambda m, f: {"model__tokenizer": {"path": larger_tokenizer(f)}},
+        ["model.tokenizer.path", "261 tokens", "vocabulary has 259"],
     ),
 }  # fmt: skip
 
