@@ -16,7 +16,7 @@ import sentencepiece
 from megatron_rl import Config, ConfigError
 from megatron_rl.config.model import TokenizerSettings
 from megatron_rl.run_inputs import RunInputs
-from megatron_rl.text import SentencePieceTokenizer
+from megatron_rl.sentencepiece_text import SentencePieceTokenizer
 from tests.trainer import run_case
 
 WHEEL = "mistral-common==1.13.1"
@@ -99,6 +99,8 @@ def test_specials_stand_for_their_ids_and_are_left_out_of_text(own_model: Path) 
     ids = named.encode("<s>a cat<turn>")
     assert ids == [1, *model.encode("a cat"), turn]
     assert named.decode(ids) == "a cat"
+    assert named.encode("a cat", special_tokens=True) == ids[:-1]
+    assert named.fingerprint() != plain.fingerprint()
     assert 2 not in named.encode("a</s>b"), "not a special under these settings"
 
 
