@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_rl.monitor.console import duration
+from megatron_rl.monitor.redaction import redact
 from megatron_rl.monitor.report_charts import Chart, Row, all_charts
 from megatron_rl.monitor.run_folder import read_attempts, read_rows, write_whole
 
@@ -42,7 +45,6 @@ def render(folder: Path, rows: Sequence[Row]) -> str:
     alerts = read_rows(folder / "alerts.jsonl")
     charts = all_charts(rows, alerts)
     attempts = read_attempts(folder)
-    config = folder / "config.yaml"
     parts = {
         "NAME": html.escape(folder.resolve().name),
         "SUBTITLE": html.escape(subtitle(attempts)),
@@ -51,7 +53,7 @@ def render(folder: Path, rows: Sequence[Row]) -> str:
         "CHARTS": "\n".join(_card(chart) for chart in charts),
         "SAMPLES": _samples(read_rows(folder / "samples.jsonl")),
         "RUN": _run(attempts),
-        "CONFIG": html.escape(config.read_text() if config.is_file() else ""),
+        "CONFIG": html.escape(_settings(folder / "config.yaml")),
         "FIGURES": _json_in_html({chart.name: chart.figure for chart in charts}),
         "PLOTLY": get_plotlyjs(),
     }
@@ -61,6 +63,14 @@ def render(folder: Path, rows: Sequence[Row]) -> str:
     return "".join(
         parts[piece] if i % 2 else piece for i, piece in enumerate(pieces)
     )  # fmt: skip
+
+
+def _settings(path: Path) -> str:
+    """The run's settings as YAML, without secrets: a report is passed on."""
+    if not path.is_file():
+        return ""
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return yaml.safe_dump(redact(values), sort_keys=False, allow_unicode=True)
 
 
 def subtitle(attempts: Sequence[dict[str, Any]]) -> str:

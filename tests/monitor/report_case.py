@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 NASTY = "</script><script>throw new Error('escaped')</script><b>bold</b> %%CONFIG%%"
+SECRET = "do-not-show"
 
 
 def write_run(folder: Path, steps: int = 80) -> Path:
@@ -36,5 +37,6 @@ def write_run(folder: Path, steps: int = 80) -> Path:
     for name, lines in (("metrics", rows), ("samples", samples), ("alerts", alerts)):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)
-    (folder / "config.yaml").write_text(f"run_dir: {folder}\nnote: '{NASTY}'\n")
+    config = {"run_dir": str(folder), "note": NASTY, "reward": {"kwargs": {"api_key": SECRET}}}
+    (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
     return folder

@@ -12,7 +12,7 @@ from megatron_rl.monitor.__main__ import main
 from megatron_rl.monitor.report import write_report
 from megatron_rl.monitor.report_charts import MOST_POINTS, all_charts, smoothed
 from megatron_rl.monitor.run_folder import read_rows
-from tests.monitor.report_case import NASTY, write_run
+from tests.monitor.report_case import NASTY, SECRET, write_run
 
 
 def figures_of(page: str) -> dict:
@@ -44,6 +44,7 @@ def test_texts_of_the_run_stay_texts(tmp_path):
     page = write_report(write_run(tmp_path / "run")).read_text()
     assert NASTY not in page and page.count(html.escape(NASTY)) >= 5
     assert "throw new Error('escaped')</script>" not in page
+    assert SECRET not in page and "api_key: &#x27;[redacted]&#x27;" in page
 
 
 def test_report_loads_nothing_from_elsewhere(tmp_path):
