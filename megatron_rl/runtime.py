@@ -28,6 +28,12 @@ _A_WEEK = timedelta(days=7)
 
 log = logging.getLogger("megatron_rl")
 
+# cuBLAS sums in a fixed order only with a workspace of its own; Transformer Engine picks attention
+# kernels whose backward pass has no atomic additions.
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",)
+}  # fmt: skip
+
 
 class StoppedBySignal(Exception):
     """Raised at a safe point after SIGTERM or SIGUSR1; a checkpoint is saved on the way out."""
@@ -78,11 +84,10 @@ class Runtime:
                 `runtime.init_timeout` starts only when every rank has them; equal on all ranks.
         """
         cuda_on_cpu.enable()
+        if self.config.training.deterministic:
+            choose_deterministic_kernels()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if self.config.training.deterministic:
-            torch.use_deterministic_algorithms(True)
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self._open_log()
         if not dist.is_initialized():
             self._join(inputs_may_be_late)
@@ -144,9 +149,32 @@ class Runtime:
             forget_groups()
             dist.destroy_process_group()
             self._owns_group = False
+        if self.config.training.deterministic:
+            torch.use_deterministic_algorithms(False)
         for handler in list(log.handlers):
             handler.close()
             log.removeHandler(handler)
+
+
+def choose_deterministic_kernels() -> None:
+    """Restricts torch, cuBLAS and Transformer Engine to kernels that give the same bits every time.
+
+    The libraries read their variables when they are first used, so this comes before any tensor is
+    on a GPU.
+
+    Raises:
+        ConfigError: if the environment asks for the opposite.
+    """
+    for name, allowed in _DETERMINISTIC.items():
+        value = os.environ.setdefault(name, allowed[0])
+        if value not in allowed:
+            raise ConfigError(
+                f"training.deterministic is true, but the environment sets {name}={value}: it must "
+                f"be {' or '.join(allowed)}; unset it or set training.deterministic=false",
+                setting="training.deterministic",
+            )
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def _choose_device(config: Config, env: Environment) -> torch.device:
