@@ -17,6 +17,7 @@ from megatron_rl.convert.hf_weights import HuggingFaceWeights
 from megatron_rl.convert.hf_writer import export_plan
 from megatron_rl.convert.huggingface import HuggingFaceFolder
 from megatron_rl.convert.megatron import MegatronFolder, MegatronPlan, find_step, stored_roles
+from megatron_rl.convert.megatron_lm import MegatronLMFolder, MegatronLMPlan, is_megatron_lm
 from megatron_rl.convert.model_folder import ModelFolder
 from megatron_rl.convert.staging import Plan
 
@@ -79,6 +80,14 @@ KINDS: tuple[Kind, ...] = (
         roles=lambda path: list(stored_roles(path)),
         open=lambda path, role, full: MegatronFolder(path, role, full_precision=full),
         plan=lambda folder, o: MegatronPlan(folder, dtype=o.dtype, max_bytes=o.max_bytes),
+    ),
+    Kind(
+        name="megatron-lm", title="Megatron-LM",
+        marks="latest_checkpointed_iteration.txt, or an iteration's files",
+        recognises=is_megatron_lm,
+        roles=lambda _: ["actor", "reference"],
+        open=lambda path, role, _: MegatronLMFolder(path, role),
+        plan=lambda folder, o: MegatronLMPlan(folder, dtype=o.dtype, max_bytes=o.max_bytes),
     ),
 )  # fmt: skip
 

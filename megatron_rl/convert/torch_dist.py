@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -64,16 +66,11 @@ class TorchDistFolder:
         offset = offset or (0,) * out.dim()
         covered = 0
         for chunk in self.index.state_dict_metadata[name].chunks:
-            low = [max(a, b) for a, b in zip(offset, chunk.offsets, strict=True)]
-            high = [
-                min(a + n, b + m)
-                for a, n, b, m in zip(offset, out.shape, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            part = out[_window(low, high, offset)]
-            part.copy_(self._chunk(name, chunk)[_window(low, high, chunk.offsets)])
-            covered += part.numel()
+            windows = overlap(offset, out.shape, chunk.offsets, chunk.sizes)
+            if windows is not None:
+                part = out[windows[0]]
+                part.copy_(self._chunk(name, chunk)[windows[1]])
+                covered += part.numel()
         if covered != out.numel():
             raise ValueError(f"{self.folder}: the chunks of {name} do not make up the whole tensor")
 
@@ -94,8 +91,37 @@ class TorchDistFolder:
         return tensor
 
 
-def _window(low: list[int], high: list[int], origin: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+Window = tuple[slice, ...]
+
+
+def overlap(
+    offset: Sequence[int], shape: Sequence[int], other: Sequence[int], other_shape: Sequence[int]
+) -> tuple[Window, Window] | None:
+    """Where two rectangles of one tensor meet, as a window of each; None where they don't.
+
+    Args:
+        offset, other: their first corners.
+    """
+    low = [max(a, b) for a, b in zip(offset, other, strict=True)]
+    high = [
+        min(a + n, b + m)
+        for a, n, b, m in zip(offset, shape, other, other_shape, strict=True)
+    ]
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    return tuple(
+        tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+        for origin in (offset, other)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a chunk lies: in the tensor `key` of `shape`, from the corner `offset` on."""
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
 
 
 class TorchDistPlan:
@@ -103,15 +129,24 @@ class TorchDistPlan:
 
     Args:
         tensors: what to write, by name.
-        read: gives a whole tensor, in the dtype of `tensors`.
+        read: gives a tensor, in the shape and dtype of `tensors`.
         prefix: subfolder of the files, ending in "/", or empty.
+        places: what each of `tensors` is a chunk of; None where each is whole.
+        common: the table in `common.pt`.
+        empty_items: byte items (Megatron-Core's sharded objects) that hold nothing.
     """
 
     def __init__(
         self, tensors: dict[str, TensorInfo], read: Callable[[str], Tensor], *, max_bytes: int,
-        prefix: str = "",
+        prefix: str = "", places: dict[str, Place] | None = None,
+        common: dict[str, Any] | None = None, empty_items: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.tensors, self.read, self.prefix = tensors, read, prefix
+        self.places = places or {
+            name: Place(key=name, shape=info.shape, offset=(0,) * len(info.shape))
+            for name, info in tensors.items()
+        }
+        self.common, self.empty_items = common or {}, empty_items
         sizes = {name: info.nbytes for name, info in tensors.items()}
         self._names = {
             f"{prefix}__0_{i}.distcp": names
@@ -138,34 +173,47 @@ class TorchDistPlan:
 
     def finish(self, folder: Path, records: dict[str, dict[str, Any]]) -> None:
         """Writes the index, and the files that Megatron-Core's own loader looks for."""
+        target = folder / self.prefix
         storage = {}
-        for file, places in records.items():
-            for name, (start, length) in places.items():
-                origin = torch.Size([0] * len(self.tensors[name].shape))
-                storage[MetadataIndex(name, origin)] = _StorageInfo(
+        for file, found in records.items():
+            for name, (start, length) in found.items():
+                place = self.places[name]
+                storage[MetadataIndex(place.key, torch.Size(place.offset))] = _StorageInfo(
                     file.removeprefix(self.prefix), start, length
                 )
+        described: dict[str, Any] = {
+            key: TensorStorageMetadata(
+                properties=TensorProperties(dtype=parts[0][1].dtype), chunks=[
+                    ChunkStorageMetadata(offsets=torch.Size(p.offset), sizes=torch.Size(i.shape))
+                    for p, i in parts
+                ], size=torch.Size(parts[0][0].shape),
+            )
+            for key, parts in self._by_key().items()
+        }  # fmt: skip
+        if self.empty_items:
+            path = target / "__0_nothing.distcp"
+            torch.save([None], path)  # Megatron-Core keeps a list per item
+            for key in self.empty_items:
+                described[key] = BytesStorageMetadata()
+                storage[MetadataIndex(key)] = _StorageInfo(path.name, 0, path.stat().st_size)
         index = Metadata(
-            state_dict_metadata={n: _described(info) for n, info in self.tensors.items()},
-            storage_data=storage, storage_meta=StorageMeta(),
-        )  # fmt: skip
-        target = folder / self.prefix
+            state_dict_metadata=described, storage_data=storage, storage_meta=StorageMeta()
+        )
         with (target / INDEX).open("wb") as stream:
             pickle.dump(index, stream)
-        save_megatron_core_files(target)
+        save_megatron_core_files(target, self.common)
+
+    def _by_key(self) -> dict[str, list[tuple[Place, TensorInfo]]]:
+        """The chunks of each tensor in the index."""
+        found: dict[str, list[tuple[Place, TensorInfo]]] = {}
+        for name, place in self.places.items():
+            found.setdefault(place.key, []).append((place, self.tensors[name]))
+        return found
 
 
-def save_megatron_core_files(folder: Path) -> None:
+def save_megatron_core_files(folder: Path, common: dict[str, Any] | None = None) -> None:
     """`common.pt` and `metadata.json`, which Megatron-Core's own loader looks for."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-    torch.save({}, folder / "common.pt")
+    torch.save(common or {}, folder / "common.pt")
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-
-
-def _described(info: TensorInfo) -> TensorStorageMetadata:
-    origin = torch.Size([0] * len(info.shape))
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=info.dtype), size=torch.Size(info.shape),
-        chunks=[ChunkStorageMetadata(offsets=origin, sizes=torch.Size(info.shape))],
-    )  # fmt: skip
