@@ -22,6 +22,10 @@ class Background:
         except BaseException as error:  # noqa: BLE001 - raised again by finish()
             self._error = error
 
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
     def finish(self) -> None:
         self._thread.join()
         if self._error is not None:

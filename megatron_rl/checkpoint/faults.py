@@ -1,7 +1,8 @@
 """Kills this process at a named point of a save, for tests of what a crash leaves behind.
 
 `MEGATRON_RL_FAULT=point:count` ends the process with SIGKILL when it reaches `point` for the
-`count`-th time; `point:count@rank` does so on one rank only. Without the variable nothing happens.
+`count`-th time; `point:count@rank` does so on one rank only, and `:SIGTERM` behind either sends
+that signal instead. Without the variable nothing happens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _reached: dict[str, int] = {}
 
 
 def reach(point: Point, rank: int) -> None:
-    """Counts this process's visits to `point` and ends it at the asked one.
+    """Counts this process's visits to `point` and sends it the signal at the asked one.
 
     Raises:
         ValueError: if the variable is set and cannot be understood.
@@ -30,14 +31,14 @@ def reach(point: Point, rank: int) -> None:
     setting = os.environ.get(VARIABLE)
     if not setting:
         return
-    match = re.fullmatch(r"(\w+):(\d+)(?:@(\d+))?", setting)
+    match = re.fullmatch(r"(\w+):(\d+)(?:@(\d+))?(?::(SIGKILL|SIGTERM))?", setting)
     if match is None or match[1] not in POINTS:
         raise ValueError(
-            f"{VARIABLE} is {setting!r}: it must be point:count or point:count@rank with a point "
-            f"of {', '.join(POINTS)}"
+            f"{VARIABLE} is {setting!r}: it must be point:count or point:count@rank, perhaps with "
+            f":SIGTERM behind, and a point of {', '.join(POINTS)}"
         )
     if match[1] != point or (match[3] is not None and int(match[3]) != rank):
         return
     _reached[point] = _reached.get(point, 0) + 1
     if _reached[point] == int(match[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[match[4] or "SIGKILL"])

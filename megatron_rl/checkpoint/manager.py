@@ -109,6 +109,11 @@ class CheckpointManager:
             pending, self._pending = self._pending, None
             pending.finish()
 
+    @property
+    def saving(self) -> bool:
+        """True while a background save of this rank is under way."""
+        return self._pending is not None and self._pending.running
+
     def close(self) -> None:
         """Completes a pending save and gives the folder free; safe to call twice."""
         try:

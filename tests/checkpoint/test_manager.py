@@ -180,19 +180,6 @@ def full_disk(rank, world, folder, model):
     return before_writing, while_writing, names, checkpoints.load()
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True
-    )
-    if mount.returncode:
-        pytest.skip("mounting a small tmpfs needs root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 @pytest.mark.ranks
 def test_a_full_disk_leaves_the_earlier_checkpoint(ranks, tiny_model, small_disk):
     for before, during, names, step in ranks(2, full_disk, small_disk, str(tiny_model("llama"))):
