@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_rl.checkpoint.rank_files import rank_file, read_rank_file
 from tests.rank_pool import RankError, RankPools
 from tests.trainer import resume_run
 
@@ -67,6 +70,25 @@ def test_six_steps_equal_three_kill_and_three(ranks, tiny_model_dir, tmp_path, l
             assert_bitwise(mine, theirs, f"rank {rank} step {step}")
         for part in ("prompts", "tensors"):
             assert_bitwise(got[part], want[part], f"rank {rank}")
+    assert_holds_everything(tmp_path / "killed/run/checkpoints/step_00000006", values)
+
+
+def assert_holds_everything(folder: Path, values: dict) -> None:
+    """Every part of a run's state has its place in the checkpoint."""
+    state = json.loads((folder / "state.json").read_text())
+    assert set(state["roles"]) == {"actor", "critic"}
+    assert set(state["states"]) == {"trainer", "kl", "prompts"}
+    for role in state["roles"].values():
+        assert role["optimizer"]["step"] > 0 and role["optimizer"]["states"]
+        assert role["trainable"]["schedule"]["num_steps"] > 0
+    assert {"epoch", "position", "seed", "shuffle"} <= set(state["states"]["prompts"])
+    assert state["config"]["training"]["steps"] == values["training"]["steps"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert {"megatron-rl", "torch", "megatron-core"} <= set(manifest["versions"])
+    rank = read_rank_file(rank_file(folder, 0))
+    assert {"python", "numpy", "torch", "tracker"} <= set(rank["rng"])
+    compressed = values["training"].get("gradient_compression")
+    assert any("gradient_compression" in name for name in rank) == bool(compressed)
 
 
 OTHER_LAYOUTS = {
