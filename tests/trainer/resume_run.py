@@ -9,6 +9,8 @@ from typing import Any
 
 from tests.trainer import run_case
 
+OF_THE_MACHINE = ("perf/", "throughput/", "spread/", "memory/", "hardware/")
+"""Metrics that are no part of the computation: times, memory, load."""
 ADAPTIVE = {
     "placement": "reward", "coef": 0.05,
     "adaptive": {"enable": True, "target": 0.01, "horizon": 50},
@@ -48,14 +50,16 @@ def run(rank: int, world: int, values: dict, kill: int | None) -> dict[str, Any]
 
     class Recorded(Trainer):
         def _update(self, batch: Any) -> Any:
+            self.batch = batch
             result = super()._update(batch)
             if self.step_count + 1 == kill and rank == world - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
-        def _log(self, batch: Any, metrics: dict[str, float]) -> None:
-            steps.append(record(batch, metrics) | {"kl_coef": self.kl.coef})
-            super()._log(batch, metrics)
+        def step(self) -> dict[str, float]:
+            metrics = super().step()
+            steps.append(record(self.batch, metrics) | {"kl_coef": self.kl.coef})
+            return metrics
 
     trainer = Recorded(Config.from_dict(values))
     start = trainer.step_count
@@ -79,9 +83,9 @@ def run(rank: int, world: int, values: dict, kill: int | None) -> dict[str, Any]
 
 
 def record(batch: Any, metrics: dict[str, float]) -> dict[str, Any]:
-    """What one step did, without clock readings."""
+    """What one step did, without what depends on the machine."""
     return {
-        "metrics": {k: v for k, v in metrics.items() if not k.startswith("perf/")},
+        "metrics": {k: v for k, v in metrics.items() if not k.startswith(OF_THE_MACHINE)},
         "prompts": [prompt.index for prompt in batch.prompts],
         "tokens": [sequence.tolist() for sequence in batch.sequences],
         "logprobs": batch.rollout_logprobs_BR.clone(),
