@@ -184,3 +184,20 @@ def test_a_folder_and_its_iteration_are_recognised(written):
     details = MegatronLMFolder(root / "llama", "actor").details()
     assert details["step"] == "7" and details["layout"] == "tp=2 pp=2 cp=1"
     assert details["vocabulary"] == "384 rows, 125 of padding are cut"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_starts_from_a_megatron_lm_folder(ranks, written, tiny_model_dir, tmp_path):
+    """All three roles; the first update has ratio one, so the log-probs of both paths agree."""
+    from tests.trainer import run_case
+
+    values = run_case.settings(
+        str(written[0] / "llama"), tmp_path, model__tokenizer={"path": str(tiny_model_dir)},
+        parallel__tp=2, training__epochs=1, training__mini_batch_size=None,
+    )  # fmt: skip
+    for (metrics,) in ranks(2, run_case.run, values, 1):
+        assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics["kl/ref"] == pytest.approx(0.0, abs=1e-6)
+    log = (tmp_path / "run" / "logs" / "rank_00000.log").read_text()
+    assert "of iteration 7 are read from" in log and "they start fresh" in log

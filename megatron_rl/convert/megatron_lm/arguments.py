@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from megatron_rl.models.families import Architecture, Rope
 Arguments = argparse.Namespace
 # What Megatron's Llama 3 rope scaling computes with besides its factor; it has no settings for it.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}
+_WRITTEN = {
+    "family", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied",
+    "norm_eps", "max_positions", "rope", "qkv_bias", "qk_norm", "padded_for",
+}  # fmt: skip
 VOCABULARY_MULTIPLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 
 # Argument → what a value other than the listed ones asks for; an absent argument asks for nothing.
@@ -145,6 +150,13 @@ def arguments_of(
         ValueError: if Megatron-LM has no arguments for it.
     """
     rope = arch.rope
+    unknown = [f.name for f in fields(arch)
+               if f.name not in _WRITTEN and getattr(arch, f.name) != f.default]  # fmt: skip
+    if unknown:
+        raise ValueError(
+            f"this model has {', '.join(f'{n}={getattr(arch, n)!r}' for n in unknown)}, for which "
+            "no Megatron-LM arguments are written: convert it to a Hugging Face folder instead"
+        )
     if rope.kind == "llama3":
         numbers = {name: getattr(rope, name) for name in _LLAMA3}
         if numbers != _LLAMA3:
