@@ -8,9 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_rl.config import Config, ConfigError
-from megatron_rl.preflight import PreflightError, run_preflight
-from megatron_rl.runtime import (
+from megatron_rl.versions import exit_if_unsupported
+
+exit_if_unsupported()
+
+from megatron_rl.config import Config, ConfigError  # noqa: E402
+from megatron_rl.preflight import PreflightError, run_preflight  # noqa: E402
+from megatron_rl.runtime import (  # noqa: E402
     EXIT_BAD_INPUT,
     EXIT_DONE,
     EXIT_REQUEUE,
@@ -19,7 +23,6 @@ from megatron_rl.runtime import (
     quiet_expected_warnings,
     run_guarded,
 )
-from megatron_rl.versions import check_versions
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -48,7 +51,6 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace, env: Environment) -> int:
-    check_versions()
     quiet_expected_warnings()
     config = Config.load(arguments.config, arguments.overrides)
     if arguments.print_config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megatron_rl.resharding.model_specs import check_generation_layout
 from megatron_rl.rewards.base import RewardFunction, check_signature, load_reward
 from megatron_rl.rewards.model import SampleReader, check_reward_model
 from megatron_rl.rollout.prompts import Prompt, PromptFile, PromptStream
+from megatron_rl.surroundings import check_disk, check_folders, check_variables
 from megatron_rl.text import Tokenizer, load_tokenizer
 
 
@@ -43,6 +45,8 @@ class RunInputs:
         Raises:
             ConfigError: one sentence that names the setting, its value, the rule and the way out.
         """
+        check_variables(config, os.environ)
+        check_folders(config)
         _check_plugins(config)
         if config.monitor.wandb:
             wandb_mirror.check_installed()
@@ -50,6 +54,8 @@ class RunInputs:
         folders = model_folders(config, node)
         architectures = {role: read_model(config, role, folders[role]) for role in folders}
         actor = architectures["actor"]
+        trained = [role for role in ("actor", "critic") if role in architectures]
+        check_disk(config, [(role, architectures[role]) for role in trained])
         _check_vocabularies(config, architectures)
         _check_generation(config, actor)
         tokenizer = _tokenizer(config, folders["actor"], actor, node)

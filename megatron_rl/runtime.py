@@ -53,17 +53,30 @@ class Environment:
         env = os.environ
         if "RANK" in env:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        elif "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        elif "SLURM_PROCID" in env and env.get("SLURM_NTASKS", "1") != "1":
             names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         else:
             return cls(rank=0, world_size=1, local_rank=0)
         try:
             rank, world, local = (int(env[name]) for name in names)
+            local_world = int(env.get("LOCAL_WORLD_SIZE", world))
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 f"the environment names a rank but not all of {', '.join(names)} are whole numbers "
                 f"({error}); start with torchrun, srun, or none of these variables"
             ) from error
+        if not (0 <= rank < world and 0 <= local < local_world <= world):
+            raise ConfigError(
+                f"the environment has {names[0]}={rank}, {names[1]}={world}, {names[2]}={local} "
+                f"and {local_world} ranks on this node, which contradict each other; start with "
+                "torchrun, srun, or none of these variables"
+            )
+        port = env.get("MASTER_PORT", "1")
+        if not (port.isdecimal() and 0 < int(port) < 65536):
+            raise ConfigError(
+                f"the environment has MASTER_PORT={port!r}, which is no port (1 … 65535); correct "
+                "it or start with torchrun"
+            )
         return cls(rank=rank, world_size=world, local_rank=local)
 
 

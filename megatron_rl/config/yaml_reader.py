@@ -21,7 +21,7 @@ _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_STRING_TAG = "tag:yaml.org,2002:str"
+_PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "map", "seq")}
 
 
 class _Loader(yaml.SafeLoader):
@@ -86,12 +86,12 @@ class _Values:
         if any(node is parent for parent in parents):
             self._fail(node, "an alias contains itself; write the value out")
         inside = (*parents, node)
+        if node.tag not in _PLAIN_TAGS:
+            self._fail(node, f"tag {node.tag} is not supported; write a plain value")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, prefix, inside)
         if isinstance(node, yaml.SequenceNode):
             return [self.of(item, f"{prefix}{i}.", inside) for i, item in enumerate(node.value)]
-        if node.tag != _STRING_TAG:
-            self._fail(node, f"tag {node.tag} is not supported; write a plain value")
         return node.value if node.style else _plain_scalar(node.value)
 
     def _mapping(self, node: yaml.Node, prefix: str, inside: tuple[yaml.Node, ...]) -> Any:

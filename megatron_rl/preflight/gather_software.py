@@ -9,6 +9,7 @@ import os
 import platform
 from pathlib import Path
 
+from ..versions import installed_apex
 from .facts import Software
 from .library_names import variable_names
 
@@ -26,7 +27,7 @@ def gather_software() -> Software:
         machine=platform.machine(),
         packages=packages | {"torch": torch.__version__},
         requirements=requirements,
-        apex=_apex(),
+        apex=installed_apex(),
         megatron_origin=_origin("megatron.core"),
         megatron_installed=_installed_file("megatron-core", "megatron/core/__init__.py"),
         torch_cuda=cuda,
@@ -92,16 +93,6 @@ def _installed_file(distribution: str, file: str) -> str | None:
         return None
     # An editable install keeps its files elsewhere, on purpose: nothing to compare with.
     return str(path) if os.path.exists(str(path)) else None
-
-
-def _apex() -> str | None:
-    """NVIDIA's Apex has these sub-packages; PyPI's package of that name is a web toolkit."""
-    origin = _origin("apex")
-    if origin is None:
-        return None
-    folder = Path(origin).parent
-    nvidia = any((folder / name).is_dir() for name in ("multi_tensor_apply", "normalization"))
-    return "nvidia" if nvidia else "other"
 
 
 def _driver_cuda() -> str | None:

@@ -156,10 +156,10 @@ def test_checkout_of_megatron_on_the_path_is_seen(tmp_path, monkeypatch):
     ("folders", "verdict"), [(["multi_tensor_apply", "optimizers"], "nvidia"), (["lib"], "other")]
 )
 def test_apex_is_told_by_what_it_holds(tmp_path, monkeypatch, folders, verdict):
-    from megatron_rl.preflight import gather_software as module
+    from megatron_rl.versions import installed_apex
 
     for folder in folders:
         write(tmp_path / f"apex/{folder}/__init__.py", "")
     write(tmp_path / "apex/__init__.py", "")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert module._apex() == verdict
+    assert installed_apex() == verdict

@@ -1,71 +1,113 @@
 """Layer: pure. Wrong input ends a run with one sentence and exit code 2, before any process group.
 
-Each case names the setting and the way out. The settings' own rules are in tests/config.
+Each case names the setting and the way out. The settings' own rules are in tests/config, what a
+run needs of the machine in test_bad_surroundings.py.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch.distributed as dist
+import torch
 import yaml
-from transformers import AutoTokenizer
 
 import train_ppo
-from tests.tiny_models import edit_config, write_byte_tokenizer
 from tests.trainer import run_case
+from tests.trainer.bad_input_case import (
+    bad_line,
+    broken_tokenizer,
+    copy_model,
+    cut_weights,
+    larger_than_the_disk,
+    larger_tokenizer,
+    other_weights,
+    outcome,
+    pickled,
+    sharded,
+    text,
+    write,
+)
 
 
-def write(folder: Path, values: dict) -> str:
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return str(path)
-
-
-def outcome(monkeypatch, capsys, config: str, *overrides: str, world: int = 1):
-    """Exit code and standard error of the command line, run in this process."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", str(world)), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["train_ppo.py", "--config", config, *overrides])
-    before = dist.is_initialized()
-    code = train_ppo.main()
-    assert dist.is_initialized() == before, "a process group was created"
-    return code, capsys.readouterr().err
-
-
-def copy_model(source: Path, folder: Path, **changes) -> str:
-    target = folder / "model"
-    shutil.copytree(source, target)
-    edit_config(target, **changes)
-    return str(target)
-
-
-def bad_line(folder: Path) -> str:
-    path = folder / "bad.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": \n')
-    return str(path)
-
-
-def text(folder: Path, content: str) -> str:
-    path = folder / "other.jsonl"
-    path.write_text(content)
-    return str(path)
-
-
-def larger_tokenizer(folder: Path) -> str:
-    target = folder / "tokenizer"
-    write_byte_tokenizer(target)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    tokenizer.add_tokens(["<one>", "<two>"])
-    tokenizer.save_pretrained(target)
-    return str(target)
+def model(make: Callable[..., str], *args: Any, **kwargs: Any) -> Callable[..., dict]:
+    """A case whose actor is what `make` writes."""
+    return lambda m, f: {"model__actor": {"path": make(m, f, *args, **kwargs)}}
 
 
 CASES = {
+    "truncated_safetensors": (model(cut_weights), ["model.actor.path", "cut short"]),
+    "missing_shard": (
+        model(sharded, '{"weight_map": {{}}}'), ["missing", "model-00002-of-00002.safetensors"],
+    ),
+    "broken_index": (model(sharded, '{"weight_map"'), ["index.json", "not an index of weights"]),
+    "index_out_of_the_folder": (
+        model(sharded, '{"weight_map": {"a": "../../x.safetensors"}}'), ["outside its folder"],
+    ),
+    "missing_tensor": (
+        model(other_weights, "model.norm.weight"), ["missing model.norm.weight"],
+    ),
+    "tensor_of_another_model": (
+        model(other_weights, **{"model.layers.0.extra": torch.zeros(1)}),
+        ["unexpected model.layers.0.extra"],
+    ),
+    "tensor_of_another_shape": (
+        model(other_weights, **{"model.norm.weight": torch.zeros(3)}),
+        ["model.norm.weight", "(3,)", "(64,)"],
+    ),
+    "weights_that_hold_code": (model(pickled), ["pytorch_model.bin", "model.actor.path"]),
+    "config_is_not_json": (
+        lambda m, f: {"model__actor": {"path": str(Path(text(f, "{", "config.json")).parent)}},
+        ["config.json is not valid JSON"],
+    ),
+    "no_layers": (model(copy_model, num_hidden_layers=0), ["num_hidden_layers is 0", "positive"]),
+    "heads": (model(copy_model, num_attention_heads=5), ["num_attention_heads 5", "multiple"]),
+    "broken_tokenizer": (
+        lambda m, f: {"model__tokenizer": {"path": broken_tokenizer(f)}},
+        ["model.tokenizer.path", "no tokenizer can be loaded"],
+    ),
+    "no_tokenizer": (
+        lambda m, f: {"model__tokenizer": {"path": str(f / "none")}}, ["no such folder", "hub id"],
+    ),
+    "no_sentencepiece_file": (
+        lambda m, f: {"model__tokenizer": {"type": "sentencepiece", "path": str(f)}},
+        ["tokenizer.model", "SentencePiece model file"],
+    ),
+    "no_sentencepiece_model": (
+        lambda m, f: {"model__tokenizer": {"type": "sentencepiece", "path": text(f, "pieces")}},
+        ["is not a SentencePiece model"],
+    ),
+    "hub_id_offline": (
+        lambda m, f: {"model__actor": {"path": "org/not-cached"}}, ["HF_HUB_OFFLINE", "cache"],
+    ),
+    "data_set_offline": (
+        lambda m, f: {"data__train": "org/not-cached"}, ["data.train", "HF_HUB_OFFLINE"],
+    ),
+    "revision_of_a_folder": (
+        lambda m, f: {"model__actor": {"path": str(m), "revision": "v1"}},
+        ["model.actor.revision is 'v1'", "only hub ids have revisions"],
+    ),
+    "negative_temperature": (lambda m, f: {"rollout__temperature": -1}, ["at least 0"]),
+    "wrong_type": (lambda m, f: {"training__steps": "ten"}, ["training.steps = 'ten'", "whole"]),
+    "out_of_range": (lambda m, f: {"training__actor": {"beta1": 1.5}}, ["beta1 = 1.5", "less"]),
+    "checkpoint_folder_not_writable": (
+        lambda m, f: {"checkpoint__dir": "/proc/no/checkpoints"}, ["checkpoint.dir", "/proc"],
+    ),
+    "run_folder_under_a_file": (
+        lambda m, f: {"run_dir": text(f, "") + "/run"}, ["run_dir", "nothing can be written"],
+    ),
+    "no_room_for_a_checkpoint": (
+        lambda m, f: {"model__actor": {"path": larger_than_the_disk(f)},
+                      "checkpoint__save_interval": 1},
+        ["checkpoint.save_interval is 1", "GiB at least", "checkpoint.dir to a larger disk"],
+    ),
+    "no_checkpoint_to_resume": (
+        lambda m, f: {"checkpoint__resume": str(f / "none")}, ["checkpoint.resume", "no such fol"],
+    ),
     "world": (lambda m, f: {"parallel__tp": 2}, ["parallel.tp", "divide the 1 ranks"]),
     "tp_does_not_fit_ffn": (
         lambda m, f: {"model__actor": {"path": copy_model(m, f, intermediate_size=97)},
@@ -193,3 +235,7 @@ def test_incomplete_rank_environment(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_ppo.py", "--config", "x.yaml"])
     assert train_ppo.main() == 2
     assert "WORLD_SIZE" in capsys.readouterr().err
+
+
+def test_the_table_is_large_enough():
+    assert len(CASES) >= 40
