@@ -17,6 +17,7 @@ VERSIONS = runpy.run_path(str(ROOT / "megatron_rl" / "versions.py"))
 COMMANDS = {
     "megatron-rl-train": "train_ppo:main",
     "megatron-rl-convert": "megatron_rl.convert.__main__:main",
+    "megatron-rl-generate": "megatron_rl.generate:main",
     "megatron-rl-preflight": "megatron_rl.preflight.__main__:main",
     "megatron-rl-fit-reward": "megatron_rl.rewards.fit:main",
     "megatron-rl-monitor": "megatron_rl.monitor.__main__:main",

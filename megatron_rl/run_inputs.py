@@ -64,10 +64,9 @@ class RunInputs:
             reader = check_reward_model(
                 config, folders["reward"], architectures["reward"], tokenizer
             )
-        _check_stop_texts(config, tokenizer)
         limit = min(
             x for x in (config.data.max_prompt_length, config.rollout.max_length,
-                        actor.max_positions) if x is not None
+                        config.rollout.max_cache_len, actor.max_positions) if x is not None
         )  # fmt: skip
         if config.data.max_prompt_length is None:
             limit -= 1  # room for one new token
@@ -138,18 +137,6 @@ def _check_vocabularies(config: Config, architectures: dict[str, Architecture]) 
             "algorithm.kl.estimator=k3",
             setting="algorithm.kl.estimator",
         )
-
-
-def _check_stop_texts(config: Config, tokenizer: Tokenizer) -> None:
-    for text in config.rollout.stop:
-        tokens = len(tokenizer.encode(text))
-        if tokens != 1:
-            raise ConfigError(
-                f"rollout.stop has {text!r}, which is {tokens} tokens of this tokenizer; only "
-                "texts of one token can end a response so far: shorten it or use "
-                "rollout.stop_token_ids",
-                setting="rollout.stop",
-            )
 
 
 def _check_generation(config: Config, actor: Architecture) -> None:

@@ -60,20 +60,21 @@ def build_models(config: Config, inputs: RunInputs, world_size: int) -> Models:
     }
     return Models(
         actor=actor, critic=critic, reference=frozen.get("reference"), reward=frozen.get("reward"),
-        transition=_transition(config, actor.model),
+        transition=_transition(config, actor.model, inputs),
     )  # fmt: skip
 
 
-def _transition(config: Config, actor: ParallelModel) -> Transition:
+def _transition(config: Config, actor: ParallelModel, inputs: RunInputs) -> Transition:
     """The configured way to generation."""
     engine, settings = config.hybrid_engine, engine_settings(config)
     if engine.mode == "zero_repartitioning":
-        return ZeroRepartitioning(actor, settings)
+        return ZeroRepartitioning(actor, settings, inputs.tokenizer.decode)
     train = actor.groups.layout
     tp, pp = engine.generation_layouts(train.tp, train.pp)[0]
     return MicroDP(
         actor, train.generation_layout(tp=tp, pp=pp), settings, dtype=config.training.dtype,
         backend=config.model.layer_spec, keep=engine.keep_generation_weights,
+        decode=inputs.tokenizer.decode,
     )  # fmt: skip
 
 
@@ -100,6 +101,7 @@ def _model(
         sp=config.parallel.sp, recompute=config.training.recompute if trainable else "none",
         backend=config.model.layer_spec, attention=config.model.attention_backend,
         trainable=trainable,
+        window=config.rollout.max_cache_len if role in ("actor", "reference") else None,
     )  # fmt: skip
     load_huggingface(model, inputs.folders[role], fresh_head=role == "critic")
     return model

@@ -78,6 +78,11 @@ class TextTokenizer:
             ) from error
         self.end_ids = all_end_ids(self._tokenizer.eos_token_id, Path(folder))
 
+    @property
+    def huggingface_tokenizer(self) -> Any:
+        """The tokenizer as transformers' own functions take it."""
+        return self._tokenizer
+
     def __len__(self) -> int:
         return len(self._tokenizer)
 

@@ -39,7 +39,6 @@ NOT_YET: dict[str, tuple[Predicate, str]] = {
     "model.reward.parallel": (_is_given, "a layout of its own for the reward model"),
     "model.reference.ranks": (_is_given, "a reference model on a subset of the ranks"),
     "model.reward.ranks": (_is_given, "a reward model on a subset of the ranks"),
-    "rollout.max_cache_len": (_is_given, "a window over the KV cache"),
     "rollout.backend": (_is("vllm"), "generation by vLLM"),
     "hybrid_engine.mode": (_is("auto"), "choosing the generation layout"),
     "hybrid_engine.share_embeddings": (

@@ -54,7 +54,10 @@ class RolloutSettings:
     stop: list[str] = setting([], form=(r"(?s).+", "a non-empty text"))
     """Texts that end a response."""
     max_cache_len: int | None = setting(None, at_least=1)
-    """Longest context a sequence keeps in the KV cache; null: prompt + response."""
+    """Window of attention: a token sees the last this many tokens, itself included, and older ones
+    leave the KV cache. It holds for the actor and the reference, in generation and in training, so
+    that their log-probs agree; positions keep counting. A prompt may not be longer. null: no
+    window."""
     block_size: int = setting(16, at_least=1)
     """Tokens per block of the paged KV cache."""
     kv_cache_gb: float | None = setting(None, above=0)
@@ -65,6 +68,11 @@ class RolloutSettings:
     """Tokens that one prefill pass may hold."""
     max_running: int = setting(256, at_least=1)
     """Sequences that decode at the same time on one replica."""
+    decode_burst: int | None = setting(None, at_least=1)
+    """Most decode passes before the host looks at the tokens; results do not change. null: 8 on a
+    GPU, else 1."""
+    cuda_graphs: bool = setting(True)
+    """Capture decode passes as CUDA graphs."""
     backend: Literal["megatron", "vllm"] = setting("megatron")
     """Engine that generates; megatron runs on the training shards."""
     prefix_sharing: bool = setting(True)

@@ -1,9 +1,10 @@
 """Blocks of the paged KV cache: who owns which, shared prefixes, reference counts.
 
 A block holds the keys and values of `block_size` consecutive positions. A full block is known by
-the hash of all tokens up to its end, so that another sequence with the same beginning (samples of
-one prompt, prompts with one few-shot header) uses it instead of computing it again. Sharing is safe
-within one forward pass, too: each layer writes all keys and values before it attends.
+the hash of all tokens up to its end, so that another sequence with the same beginning (prompts with
+one few-shot header) uses it instead of computing it again. Sharing is safe within one forward pass,
+too: each layer writes all keys and values before it attends. The samples of one prompt fork its
+table as a whole, the half-filled last block included; whoever writes into that one first copies it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+DROPPED = -1  # place of a block that has left the attention window
+
 
 @dataclass(kw_only=True, slots=True)
 class BlockTable:
-    """The blocks of one sequence; `hashes` covers its full and published ones."""
+    """The blocks of one sequence, in the order of its tokens; `DROPPED` where a window has passed.
+    `hashes` covers the full and published ones."""
 
     blocks: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
@@ -75,11 +79,7 @@ class Blocks:
         missing = self.needed(tokens) - len(table.blocks)
         if missing > len(self._free):
             return False
-        for _ in range(missing):
-            block = self._free.popleft()
-            self._forget(block)
-            self._references[block] = 1
-            table.blocks.append(block)
+        table.blocks += [self._new() for _ in range(missing)]
         return True
 
     def publish(self, table: BlockTable, tokens: list[int], written: int) -> None:
@@ -92,18 +92,60 @@ class Blocks:
             start = index * self.block_size
             key = _chain(parent, tokens[start : start + self.block_size])
             table.hashes.append(key)
-            if key not in self._block_of:
+            if key not in self._block_of and table.blocks[index] != DROPPED:
                 self._block_of[key] = table.blocks[index]
                 self._hash_of[table.blocks[index]] = key
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table over the same blocks."""
+        for block in table.blocks:
+            if block != DROPPED:
+                self._take(block)
+        self.shared_blocks += len(table.blocks)
+        return BlockTable(blocks=list(table.blocks), hashes=list(table.hashes))
+
+    def make_own(self, table: BlockTable, index: int) -> tuple[int, int] | None:
+        """Gives the table a block of its own in place of a shared one (copy on write).
+
+        Returns:
+            (from, to): the contents to copy; equal if the block was its own already. None when
+            there is no free block.
+        """
+        old = table.blocks[index]
+        if self._references[old] == 1:
+            return old, old
+        if not self._free:
+            return None
+        table.blocks[index] = self._new()
+        self._give_back(old)
+        return old, table.blocks[index]
+
+    def drop_before(self, table: BlockTable, token: int) -> None:
+        """Gives back the blocks that hold only tokens before `token`."""
+        for index in range(min(token // self.block_size, len(table.blocks)) - 1, -1, -1):
+            if table.blocks[index] == DROPPED:
+                return
+            self._give_back(table.blocks[index])
+            table.blocks[index] = DROPPED
 
     def release(self, table: BlockTable) -> None:
         """Gives a sequence's blocks back; the last tokens' blocks are reused first."""
         for block in reversed(table.blocks):
-            self._references[block] -= 1
-            assert self._references[block] >= 0, f"block {block} was released twice"
-            if self._references[block] == 0:
-                self._free.append(block)
+            if block != DROPPED:
+                self._give_back(block)
         table.blocks, table.hashes = [], []
+
+    def _give_back(self, block: int) -> None:
+        self._references[block] -= 1
+        assert self._references[block] >= 0, f"block {block} was released twice"
+        if self._references[block] == 0:
+            self._free.append(block)
+
+    def _new(self) -> int:
+        block = self._free.popleft()
+        self._forget(block)
+        self._references[block] = 1
+        return block
 
     def _take(self, block: int) -> None:
         if self._references[block] == 0:

@@ -6,18 +6,21 @@ independent. The weights are those of the model as it stands: nothing is copied.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from itertools import groupby
 
-import psutil
 import torch
 
-from megatron_rl.generation.blocks import Blocks
-from megatron_rl.generation.runner import Runner, cache_shape
-from megatron_rl.generation.scheduler import Scheduler
+from megatron_rl.generation.cache import CacheShape, free_memory
+from megatron_rl.generation.requests import make_sequence, refusal
 from megatron_rl.generation.sequence import Response, SamplingParams, Sequence
-from megatron_rl.generation.sequence_parallel import sequence_parallel_off
+from megatron_rl.generation.session import Session, SessionCounts, SessionLimits
 from megatron_rl.models.gpt import ParallelModel
+
+log = logging.getLogger("megatron_rl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,10 @@ class EngineSettings:
         max_batch_tokens: tokens of one prefill pass.
         max_running: sequences that decode at the same time.
         share_prefixes: sequences with equal beginnings share cache blocks.
+        burst: most decode passes before the host looks at the tokens; None: 8 on CUDA, else 1. A
+            sequence that ends within a burst computes a few tokens for nothing; the results do not
+            change.
+        cuda_graphs: capture decode passes on CUDA.
     """
 
     block_size: int = 16
@@ -39,132 +46,174 @@ class EngineSettings:
     max_batch_tokens: int = 8192
     max_running: int = 256
     share_prefixes: bool = True
-
-
-@dataclass(kw_only=True, slots=True)
-class EngineCounts:
-    """What one `generate` call did."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    shared_blocks: int = 0
-    preemptions: int = 0
-    cache_blocks: int = 0
+    burst: int | None = None
+    cuda_graphs: bool = True
 
 
 class Engine:
-    """Continuous batching over a paged KV cache that exists only while generating."""
+    """Continuous batching over a paged KV cache that exists only while generating.
 
-    def __init__(self, model: ParallelModel, settings: EngineSettings | None = None) -> None:
+    Args:
+        decode: ids → text; needed for stop texts.
+
+    Attributes:
+        counts: what the last session did.
+    """
+
+    def __init__(
+        self, model: ParallelModel, settings: EngineSettings | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:  # fmt: skip
         assert model.head == "lm", f"the {model.role} has no vocabulary head"
         self.model, self.settings = model, settings or EngineSettings()
-        self.counts = EngineCounts()
+        self.decode = decode
+        self.counts = SessionCounts()
 
     def generate(
         self, prompts: List[List[int]], sampling: SamplingParams | List[SamplingParams], *,
-        requests: List[int] | None = None,
+        n: int = 1, requests: List[int] | None = None, on_error: str = "raise",
     ) -> list[Response]:  # fmt: skip
-        """Generates one response per prompt, in order.
+        """Generates `n` responses per prompt, in order.
 
         Args:
             prompts: token ids; the same on every rank of the replica.
             sampling: for all prompts, or one each.
-            requests: numbers that key the sampling noise (default 0, 1, …); give each sample of a
-                global batch its own, so that equal prompts on different replicas differ.
+            n: samples per prompt. Samples of one prompt, also where it is given several times in
+                a row, are computed from one prefill and share its blocks.
+            requests: numbers that key the sampling noise, one per response (default 0, 1, …); give
+                each sample of a global batch its own, so that equal prompts on different replicas
+                differ.
+            on_error: "raise", or "return": a request that can't be served gets a response with
+                finish_reason "error", and the others go on.
 
         Raises:
             ValueError: for an empty prompt, an id outside the vocabulary, a prompt that leaves no
                 room in the context, or a cache that can't hold one sequence.
         """
+        if n < 1:
+            raise ValueError(f"n is {n}: it must be at least 1 response per prompt")
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-        numbers = range(len(prompts)) if requests is None else requests
-        sequences = [
-            self._sequence(number, list(prompt), params)
-            for number, prompt, params in zip(numbers, prompts, each, strict=True)
-        ]
-        if not sequences:
-            return []
-        blocks = self._plan_blocks(sequences)
-        scheduler = Scheduler(
-            blocks, max_batch_tokens=self.settings.max_batch_tokens,
-            max_running=self.settings.max_running,
-        )  # fmt: skip
-        for sequence in sequences:
-            scheduler.add(sequence)
-        shape = cache_shape(self.model, blocks=blocks.count, block_size=blocks.block_size)
-        self.counts = EngineCounts(cache_blocks=blocks.count)
-        with sequence_parallel_off(self.model):
-            runner = Runner(self.model, shape)
-            while not scheduler.finished:
-                self._step(scheduler, runner)
-        self.counts.shared_blocks = blocks.shared_blocks
-        self.counts.preemptions = scheduler.preemptions
-        return [s.response() for s in sequences]
+        numbers = list(range(len(prompts) * n) if requests is None else requests)
+        done: dict[int, Response] = {}
+        budget = self._budget_blocks()
+        sequences: list[Sequence] = []
+        for i, number in enumerate(numbers):
+            prompt, params = prompts[i // n], each[i // n]
+            try:
+                made = make_sequence(number, list(prompt), params, self.model, self.decode)
+                self._check_fits(made, budget)
+                sequences.append(made)
+            except ValueError as error:
+                if on_error == "raise":
+                    raise
+                done[number] = refusal(number, prompt, error)
+        if sequences:
+            with self._session(sequences, budget) as session:
+                for first, *others in self._samples_of_one_prompt(sequences):
+                    session.add(first, others)
+                while not session.finished:
+                    done |= {r.request: r for r in session.step()[1]}
+        self._log_counts()
+        return [done[number] for number in numbers]
 
-    def _step(self, scheduler: Scheduler, runner: Runner) -> None:
-        step = scheduler.next_step()
-        tokens, logprobs, full = (x.tolist() for x in runner.run(step))
-        for i, sequence in enumerate(scheduler.complete(step)):
-            sequence.append(tokens[i], logprobs[i], full[i])
-        scheduler.retire()
-        self.counts.steps += 1
-        self.counts.computed_tokens += sum(step.new_tokens)
+    def _samples_of_one_prompt(self, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
+        """Neighbours with equal prompts and parameters, which can fork from one prefill."""
+        if not self.settings.share_prefixes:
+            yield from ([s] for s in sequences)
+            return
+        for _, run in groupby(sequences, key=lambda s: (s.tokens, s.sampling)):
+            yield list(run)
 
-    def _sequence(self, request: int, prompt: list[int], params: SamplingParams) -> Sequence:
-        arch = self.model.arch
-        if not prompt:
-            raise ValueError(f"request {request}: the prompt is empty; give at least one token")
-        bad = next((t for t in prompt if not 0 <= t < arch.vocab), None)
-        if bad is not None:
-            raise ValueError(
-                f"request {request}: token id {bad} is outside the vocabulary of {arch.vocab}; "
-                "the tokenizer does not belong to this model"
-            )
-        limits = (len(prompt) + params.max_new_tokens, params.max_length, arch.max_positions)
-        limit = min(x for x in limits if x is not None)
-        if limit <= len(prompt):
-            raise ValueError(
-                f"request {request}: the prompt has {len(prompt)} tokens and leaves no room in a "
-                f"context of {min(limits[1] or limit, arch.max_positions)}; shorten it or raise "
-                "rollout.max_length (at most the model's max_position_embeddings)"
-            )
-        return Sequence(
-            request=request, prompt_length=len(prompt), tokens=prompt, sampling=params, limit=limit
-        )
+    def stream(
+        self, prompt: List[int], sampling: SamplingParams, request: int = 0
+    ) -> Iterator[int]:
+        """Yields the tokens of one response as they come."""
+        sequence = make_sequence(request, list(prompt), sampling, self.model, self.decode)
+        budget = self._budget_blocks()
+        self._check_fits(sequence, budget)
+        with self._session([sequence], budget) as session:
+            session.add(sequence)
+            given = sequence.prompt_length
+            while not session.finished:
+                session.step()
+                yield from sequence.tokens[given:]
+                given = len(sequence.tokens)
 
-    def _plan_blocks(self, sequences: list[Sequence]) -> Blocks:
-        """A cache within the budget, and no larger than the requests can fill."""
+    def open(self) -> Session:
+        """A session for requests that are not known yet: its cache takes the whole budget."""
+        return self._open(self._budget_blocks())
+
+    def request(
+        self, session: Session, number: int, prompt: List[int], sampling: SamplingParams
+    ) -> Sequence:
+        """Adds a request to a session.
+
+        Raises:
+            ValueError: see `generate`; the session and its other requests go on.
+        """
+        sequence = make_sequence(number, list(prompt), sampling, self.model, self.decode)
+        self._check_fits(sequence, session.blocks.count)
+        session.add(sequence)
+        return sequence
+
+    def _session(self, sequences: list[Sequence], budget: int) -> Session:
+        """A session whose cache is no larger than the sequences can fill."""
+        needs = sorted((self._blocks_of(s) for s in sequences), reverse=True)
+        return self._open(min(sum(needs[: self.settings.max_running]), budget))
+
+    def _open(self, blocks: int) -> Session:
         settings = self.settings
-        size = settings.block_size
-        longest = max(-(-s.limit // size) for s in sequences)
-        useful = sorted((-(-s.limit // size) for s in sequences), reverse=True)
-        useful_blocks = sum(useful[: settings.max_running])
-        per_block = cache_shape(self.model, blocks=1, block_size=size).bytes_per_block()
-        budget = settings.kv_cache_bytes
-        if budget is None:
-            budget = int(_free_memory(self.model.device) * settings.kv_memory_fraction)
-        blocks = min(useful_blocks, self._agree(budget // per_block))
-        if blocks < longest:
+        limits = SessionLimits(
+            max_batch_tokens=settings.max_batch_tokens, max_running=settings.max_running,
+            share_prefixes=settings.share_prefixes, burst=self._burst(),
+            cuda_graphs=settings.cuda_graphs,
+        )  # fmt: skip
+        session = Session(self.model, limits, blocks=blocks, block_size=settings.block_size)
+        self.counts = session.counts
+        return session
+
+    def _log_counts(self) -> None:
+        counts = self.counts
+        log.info(
+            "generation: %d steps, %d tokens computed, %d blocks of %d shared, %d preemptions, "
+            "pipeline occupancy %.2f, %.2f s of graph capture", counts.steps,
+            counts.computed_tokens, counts.shared_blocks, counts.cache_blocks, counts.preemptions,
+            counts.occupancy, counts.capture_seconds,
+        )  # fmt: skip
+
+    def _burst(self) -> int:
+        default = 8 if self.model.device.type == "cuda" else 1
+        return self.settings.burst or default
+
+    def _blocks_of(self, sequence: Sequence) -> int:
+        """Blocks that one sequence may need at a time."""
+        size, window = self.settings.block_size, self.model.config.window
+        tokens = sequence.limit
+        if window is not None:
+            chunk = min(self.settings.max_batch_tokens, sequence.limit)
+            tokens = min(tokens, window + chunk + self._burst() + size)
+        return -(-tokens // size)
+
+    def _check_fits(self, sequence: Sequence, blocks: int) -> None:
+        needed = self._blocks_of(sequence)
+        if blocks < needed:
+            size = self.settings.block_size
+            per_block = CacheShape.of(self.model, blocks=1, block_size=size).bytes_per_block()
             raise ValueError(
                 f"rollout.kv_cache_gb: the KV cache has room for {blocks * size} tokens but one "
-                f"sequence may need {longest * size} ({longest * per_block / 1e9:.3f} GB on this "
+                f"sequence may need {needed * size} ({needed * per_block / 1e9:.3f} GB on this "
                 "rank); raise rollout.kv_cache_gb, or lower rollout.max_new_tokens"
             )
-        return Blocks(blocks, size, share_prefixes=settings.share_prefixes)
 
-    def _agree(self, blocks: int) -> int:
-        """The smallest number of blocks over the replica: all its schedulers must be alike."""
+    def _budget_blocks(self) -> int:
+        """Blocks within the memory budget: the smallest number over the replica, because all its
+        schedulers must be alike."""
+        settings = self.settings
+        shape = CacheShape.of(self.model, blocks=1, block_size=settings.block_size)
+        budget = settings.kv_cache_bytes
+        if budget is None:
+            budget = int(free_memory(self.model.device) * settings.kv_memory_fraction)
+        count = torch.tensor([budget // shape.bytes_per_block()], device=self.model.device)
         group = self.model.groups.model
-        count = torch.tensor([blocks], dtype=torch.int64, device=self.model.device)
         torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MIN, group=group)
         return int(count)
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on this rank's device."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + cached
-    ranks = max(torch.distributed.get_world_size(), 1)
-    return psutil.virtual_memory().available // ranks

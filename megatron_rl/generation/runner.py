@@ -1,9 +1,10 @@
-"""Runs one scheduled step through the model: cache, pipeline stages, logits.
+"""Runs scheduled steps through the model: cache, pipeline stages, logits, draws.
 
 Megatron's pipeline schedules can't feed a token back, so generation drives the stages itself:
-hidden states travel forward, sampled tokens come back.
+hidden states travel forward, sampled tokens come back. Nothing here waits for a token: `launch`
+returns what will become the tokens, so that the next micro-batch can start.
 
-Shapes: T new tokens of the step, B sequences, N blocks per sequence, G KV heads, D head dimension.
+Shapes: T new tokens of the step, B sequences, N blocks per sequence, K decode passes, E hidden.
 """
 
 from __future__ import annotations
@@ -14,90 +15,81 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.generation.sampler import draw
+from megatron_rl.generation.cache import KVCache
+from megatron_rl.generation.decode import DecodeLoop
+from megatron_rl.generation.sampler import SamplingBatch, draw, pack
 from megatron_rl.generation.scheduler import Step
 from megatron_rl.models.attention import AttentionBatch, PagedCache
 from megatron_rl.models.gpt import ParallelModel
+from megatron_rl.models.inference_forward import stage_forward
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheShape:
-    """Size of the KV cache on one rank."""
+@dataclass(kw_only=True, slots=True)
+class Launched:
+    """A step that is under way.
 
-    blocks: int
-    block_size: int
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
+    Attributes:
+        step: what was launched.
+        packed_3KB: token ids, log-probs of the sampled and of the full distribution (fp64), filled
+            once `work` is done and the device has got there.
+    """
 
-    def bytes_per_block(self) -> int:
-        """Keys and values of all local layers, in bytes."""
-        numbers = 2 * self.layers * self.block_size * self.kv_heads * self.head_dim
-        return numbers * self.dtype.itemsize
+    step: Step
+    packed_3KB: Tensor
+    work: dist.Work | None = None
+    sent: tuple[Tensor, dist.Work] | None = None  # keeps the message alive
 
-
-def cache_shape(model: ParallelModel, *, blocks: int, block_size: int) -> CacheShape:
-    """The cache that `model`'s local layers need."""
-    layers = sum(len(chunk.decoder.layers) for chunk in model.chunks)
-    kv_heads = max(model.config.num_query_groups // model.groups.layout.tp, 1)
-    return CacheShape(
-        blocks=blocks, block_size=block_size, layers=layers, kv_heads=kv_heads,
-        head_dim=model.arch.head_dim, dtype=model.config.params_dtype,
-    )  # fmt: skip
+    def take(self) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
+        """Waits; tokens, log-probs and full log-probs `[K][B]`, equal on the replica's ranks."""
+        if self.work is not None:
+            self.work.wait()
+        if self.sent is not None:
+            self.sent[1].wait()
+        tokens, kept, full = self.packed_3KB.cpu()
+        return tokens.long().tolist(), kept.float().tolist(), full.float().tolist()
 
 
 class Runner:
-    """Owns the KV cache and turns steps into sampled tokens."""
+    """Turns steps into sampled tokens on this rank's stage."""
 
-    def __init__(self, model: ParallelModel, shape: CacheShape) -> None:
-        self.model, self.shape = model, shape
-        size = (shape.blocks, shape.block_size, shape.kv_heads, shape.head_dim)
-        allocate = [
-            torch.zeros(size, dtype=shape.dtype, device=model.device)
-            for _ in range(2 * shape.layers)
-        ]
-        self.keys, self.values = allocate[: shape.layers], allocate[shape.layers :]
+    def __init__(self, model: ParallelModel, cache: KVCache, *, cuda_graphs: bool) -> None:
+        self.model, self.cache = model, cache
+        self.decode_loop = None
+        if model.groups.layout.pp == 1:
+            self.decode_loop = DecodeLoop(model, cache, cuda_graphs=cuda_graphs)
 
     @torch.no_grad()
-    def run(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """One forward pass and one draw.
+    def launch(self, step: Step) -> Launched:
+        """One forward pass and one draw, or several of a decode step.
 
-        Returns:
-            For the sequences whose last pending token was computed, in order: token ids (int64),
-            log-probs of the sampled distribution and of the full one (fp32), on the CPU and equal
-            on all ranks of the replica.
+        All ranks of the replica must launch the same steps in the same order.
         """
-        completes = [
-            s.pending == n for s, n in zip(step.sequences, step.new_tokens, strict=True)
-        ]
-        tokens_T, batch = self._prepare(step, completes)
-        logits = self._forward(tokens_T, batch)
-        drawn = [s for s, done in zip(step.sequences, completes, strict=True) if done]
-        return self._draw(logits, drawn)
+        self.cache.copy(step.copies)
+        if step.decodes and self.decode_loop is not None:
+            return Launched(step=step, packed_3KB=self.decode_loop.run(step))
+        tokens_T, batch = self._prepare(step)
+        logits_BV, sent = self._forward(tokens_T, batch)
+        return self._draw(step, logits_BV, sent)
 
-    def _prepare(self, step: Step, completes: list[bool]) -> tuple[Tensor, AttentionBatch]:
-        size, device = self.shape.block_size, self.model.device
-        tokens, positions, slots, rows, start = [], [], [], [], 0
-        for sequence, new, done in zip(step.sequences, step.new_tokens, completes, strict=True):
+    def _prepare(self, step: Step) -> tuple[Tensor, AttentionBatch]:
+        size, device = self.cache.shape.block_size, self.model.device
+        tokens, positions, slots, ends = [], [], [], []
+        for sequence, new in zip(step.sequences, step.new_tokens, strict=True):
             span = range(sequence.computed, sequence.computed + new)
             tokens += sequence.tokens[span.start : span.stop]
             positions += span
             slots += [sequence.table.blocks[p // size] * size + p % size for p in span]
-            start += new
-            rows += [start - 1] if done else []
+            ends.append(len(tokens) - 1)
         contexts = [s.computed + n for s, n in zip(step.sequences, step.new_tokens, strict=True)]
-        widest = max(-(-c // size) for c in contexts)
-        table = [
-            s.table.blocks[:widest] + [0] * (widest - len(s.table.blocks)) for s in step.sequences
-        ]
         cache = PagedCache(
-            keys=self.keys, values=self.values, slots_T=torch.tensor(slots, device=device),
-            block_table_BN=torch.tensor(table, dtype=torch.int32, device=device),
+            keys=self.cache.keys, values=self.cache.values,
+            slots_T=torch.tensor(slots, device=device),
+            block_table_BN=table_tensor(step, max(-(-c // size) for c in contexts), device),
             context_B=torch.tensor(contexts, dtype=torch.int32, device=device),
-            max_context=max(contexts),
+            max_context=max(contexts), fresh=contexts == step.new_tokens,
         )  # fmt: skip
         starts = torch.tensor([0, *step.new_tokens]).cumsum(0).to(torch.int32)
+        rows = [ends[row] for _, row in step.draws]
         batch = AttentionBatch(
             positions_T=torch.tensor(positions, device=device), lengths=list(step.new_tokens),
             cu_seqlens_B1=starts.to(device), cache=cache,
@@ -105,41 +97,56 @@ class Runner:
         )  # fmt: skip
         return torch.tensor(tokens, device=device), batch
 
-    def _forward(self, tokens_T: Tensor, batch: AttentionBatch) -> Tensor | None:
-        """Drives the (virtual) stages in order; logits on the last stage, None elsewhere."""
+    def _forward(
+        self, tokens_T: Tensor, batch: AttentionBatch
+    ) -> tuple[Tensor | None, tuple[Tensor, dist.Work] | None]:
+        """Drives this rank's (virtual) stages in order; logits on the last one, None elsewhere."""
         groups, config = self.model.groups, self.model.config
-        layout, output = groups.layout, None
+        pp, output, sent = groups.layout.pp, None, None
         for chunk in self.model.chunks:
+            hidden_TE = None
             if not chunk.pre_process:
-                hidden = torch.empty(
-                    (len(tokens_T), 1, config.hidden_size), dtype=config.params_dtype,
+                hidden_TE = torch.empty(
+                    (len(tokens_T), config.hidden_size), dtype=config.params_dtype,
                     device=tokens_T.device,
                 )  # fmt: skip
-                previous = groups.stage_rank((groups.pp_rank - 1) % layout.pp)
-                dist.recv(hidden, previous, groups.pp)
-                chunk.set_input_tensor(hidden)
-            output = chunk(
-                input_ids=tokens_T[None], position_ids=None, attention_mask=None,
-                packed_seq_params=batch,
-            )  # fmt: skip
+                dist.recv(hidden_TE, groups.stage_rank((groups.pp_rank - 1) % pp), groups.pp)
+            output = stage_forward(chunk, tokens_T, hidden_TE, batch)
             if not chunk.post_process:
-                following = groups.stage_rank((groups.pp_rank + 1) % layout.pp)
-                dist.send(output.contiguous(), following, groups.pp)
+                if sent is not None:
+                    sent[1].wait()
+                output = output.contiguous()
+                following = groups.stage_rank((groups.pp_rank + 1) % pp)
+                sent = output, dist.isend(output, following, groups.pp)
                 output = None
-        return output
+        return output, sent
 
-    def _draw(self, logits: Tensor | None, sequences: list) -> tuple[Tensor, Tensor, Tensor]:
-        groups, count = self.model.groups, len(sequences)
-        if count == 0:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0)
-        if logits is not None:
-            sample = draw(logits, sequences, self.model)
-            packed = torch.stack(
-                (sample.token_T.double(), sample.kept_logprob_T, sample.logprob_T)
-            )
-        else:
-            packed = torch.empty((3, count), dtype=torch.float64, device=self.model.device)
+    def _draw(
+        self, step: Step, logits_BV: Tensor | None, sent: tuple[Tensor, dist.Work] | None
+    ) -> Launched:
+        """The draw on the last stage, and its way to the others."""
+        groups, device = self.model.groups, self.model.device
+        sequences = [s for s, _ in step.draws]
+        packed = torch.empty((3, 1, len(sequences)), dtype=torch.float64, device=device)
+        if not sequences:
+            return Launched(step=step, packed_3KB=packed, sent=sent)
+        if logits_BV is not None:
+            position_B = torch.tensor([len(s.tokens) for s in sequences], device=device)
+            batch = SamplingBatch.of(sequences, self.model)
+            sample = draw(logits_BV, position_B, batch, self.model)
+            packed[:, 0] = pack(sample)
+        work = None
         if groups.layout.pp > 1:
-            dist.broadcast(packed, groups.stage_rank(groups.layout.pp - 1), groups.pp)
-        packed = packed.cpu()
-        return packed[0].long(), packed[1].float(), packed[2].float()
+            last = groups.stage_rank(groups.layout.pp - 1)
+            work = dist.broadcast(packed, last, groups.pp, async_op=True)
+        return Launched(step=step, packed_3KB=packed, work=work, sent=sent)
+
+
+def table_tensor(step: Step, width: int, device: torch.device) -> Tensor:
+    """Block tables int32 `[B, width]`; what is dropped or not there yet is 0 and never attended."""
+    rows = [
+        [max(block, 0) for block in s.table.blocks[:width]]
+        + [0] * (width - len(s.table.blocks))
+        for s in step.sequences
+    ]
+    return torch.tensor(rows, dtype=torch.int32, device=device)

@@ -5,6 +5,8 @@ Shapes: B sequences, V vocabulary columns of this rank.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,58 +17,104 @@ from megatron_rl.kernels.sampling import Sample, merge, sample_shard, stream_key
 from megatron_rl.models.gpt import ParallelModel
 
 
-def draw(logits_BV: Tensor, sequences: list[Sequence], model: ParallelModel) -> Sample:
+@dataclass(kw_only=True, slots=True)
+class SamplingBatch:
+    """What a draw needs beside logits and positions, on the model's device.
+
+    Attributes:
+        temperature_B: fp32.
+        stream_B: int64, the key of each sequence's noise.
+        truncated: (rows, top_k, top_p, temperature) for each temperature; empty where no sequence
+            has top-k or top-p.
+        held_back: (row, local column) of end tokens that may not come yet.
+    """
+
+    temperature_B: Tensor
+    stream_B: Tensor
+    truncated: list[tuple[Tensor, Tensor, Tensor, float]]
+    held_back: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], model: ParallelModel) -> SamplingBatch:
+        device = model.device
+        params = [s.sampling for s in sequences]
+        keys = [stream_key(s.sampling.seed, s.request) for s in sequences]
+        truncated = []
+        if any(p.top_k or p.top_p < 1 for p in params):
+            for temperature in sorted({p.temperature for p in params}):
+                rows = [i for i, p in enumerate(params) if p.temperature == temperature]
+                truncated.append(
+                    (
+                        torch.tensor(rows, device=device),
+                        torch.tensor([params[i].top_k for i in rows], device=device),
+                        torch.tensor([params[i].top_p for i in rows], device=device).double(),
+                        temperature or 1.0,
+                    )
+                )
+        return cls(
+            temperature_B=torch.tensor([p.temperature for p in params], device=device),
+            stream_B=torch.tensor(keys, device=device), truncated=truncated,
+            held_back=_held_back(sequences, model),
+        )  # fmt: skip
+
+
+def draw(
+    logits_BV: Tensor, position_B: Tensor, batch: SamplingBatch, model: ParallelModel
+) -> Sample:
     """One token per sequence.
 
     A token depends on its logits, the seed, the request and the position only: neither on TP nor
     on what else is in the batch. Five numbers per token and rank cross the network, and a few more
     where top-k or top-p is on; never the vocabulary.
+
+    Args:
+        position_B: int64, where the new token will stand in its sequence.
     """
-    device, group = logits_BV.device, model.groups.tp
-    params = [s.sampling for s in sequences]
-    _hold_back_end_tokens(logits_BV, sequences, model)
-    temperature_B = torch.tensor([p.temperature for p in params], device=device)
+    if batch.held_back is not None:
+        logits_BV[batch.held_back] = -torch.inf
     record_5B = sample_shard(
-        logits_BV, temperature_B,
-        torch.tensor([stream_key(s.sampling.seed, s.request) for s in sequences], device=device),
-        torch.tensor([len(s.tokens) for s in sequences], device=device),
+        logits_BV, batch.temperature_B, batch.stream_B, position_B,
         vocab_size=model.arch.vocab, vocab_start=model.vocab_start,
-        threshold_T=_thresholds(logits_BV, sequences, model),
+        threshold_T=_threshold(logits_BV, batch, model),
     )  # fmt: skip
+    group = model.groups.tp
+    if group.size() == 1:
+        return merge(record_5B[None])
     records = [torch.empty_like(record_5B) for _ in range(group.size())]
     dist.all_gather(records, record_5B.contiguous(), group=group)
     return merge(torch.stack(records))
 
 
-def _hold_back_end_tokens(
-    logits_BV: Tensor, sequences: list[Sequence], model: ParallelModel
-) -> None:
-    """Removes end tokens from the rows that have not reached `min_new_tokens`."""
-    for row, sequence in enumerate(sequences):
-        if sequence.generated + 1 < sequence.sampling.min_new_tokens:
-            for token in sequence.sampling.stop_token_ids:
-                column = token - model.vocab_start
-                if 0 <= column < logits_BV.shape[1]:
-                    logits_BV[row, column] = -torch.inf
+def pack(sample: Sample) -> Tensor:
+    """Token, log-prob of the sampled and of the full distribution, [3, B] fp64 (ids are exact)."""
+    return torch.stack((sample.token_T.double(), sample.kept_logprob_T, sample.logprob_T))
 
 
-def _thresholds(
-    logits_BV: Tensor, sequences: list[Sequence], model: ParallelModel
-) -> Tensor | None:
-    params = [s.sampling for s in sequences]
-    if all(p.top_k == 0 and p.top_p == 1.0 for p in params):
+def _held_back(sequences: list[Sequence], model: ParallelModel) -> tuple[Tensor, Tensor] | None:
+    """End tokens of the rows that will not have reached `min_new_tokens` with the next one."""
+    width = model.padded_vocab // model.groups.layout.tp
+    cells = [
+        (row, token - model.vocab_start)
+        for row, sequence in enumerate(sequences)
+        if sequence.generated + 1 < sequence.sampling.min_new_tokens
+        for token in sequence.sampling.stop_token_ids
+        if 0 <= token - model.vocab_start < width
+    ]
+    if not cells:
         return None
-    device = logits_BV.device
-    top_k = torch.tensor([p.top_k for p in params], device=device)
-    top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)
-    threshold_B = torch.full((len(params),), -torch.inf, device=device)
-    for temperature in sorted({p.temperature for p in params}):
-        rows = torch.tensor(
-            [i for i, p in enumerate(params) if p.temperature == temperature], device=device
-        )
+    rows, columns = torch.tensor(cells, device=model.device).unbind(1)
+    return rows, columns
+
+
+def _threshold(logits_BV: Tensor, batch: SamplingBatch, model: ParallelModel) -> Tensor | None:
+    """The smallest logit that each row's top-k and top-p keep; None: all are kept."""
+    if not batch.truncated:
+        return None
+    threshold_B = torch.full((len(logits_BV),), -torch.inf, device=logits_BV.device)
+    for rows, top_k, top_p, temperature in batch.truncated:
         threshold_B[rows] = truncation_threshold_T(
-            logits_BV[rows], top_k[rows], top_p[rows], model.groups.tp,
+            logits_BV[rows], top_k, top_p, model.groups.tp,
             vocab_start=model.vocab_start, vocab_size=model.arch.vocab,
-            padded_vocab_size=model.padded_vocab, temperature=temperature or 1.0,
+            padded_vocab_size=model.padded_vocab, temperature=temperature,
         )  # fmt: skip
     return threshold_B

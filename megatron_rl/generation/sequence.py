@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_rl.generation.blocks import BlockTable
@@ -17,6 +18,7 @@ class SamplingParams:
         max_new_tokens, max_length: response and prompt + response limits; the smaller wins.
         min_new_tokens: end tokens are not sampled before this many tokens.
         stop_token_ids: ids that end the response (the id itself is part of it).
+        stop: texts that end the response with the token that completes them (they are part of it).
         ignore_eos: end only at the length limit.
         seed: noise of the draw, together with the request id and the position.
     """
@@ -28,6 +30,7 @@ class SamplingParams:
     max_length: int | None = None
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
 
@@ -37,6 +40,7 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "at least 0 (0 keeps all)"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "stop": (all(self.stop), "a list of texts that are not empty"),
             "min_new_tokens": (
                 0 <= self.min_new_tokens <= self.max_new_tokens, "0 … max_new_tokens"
             ),
@@ -46,7 +50,7 @@ class SamplingParams:
                 raise ValueError(f"sampling: {name} is {getattr(self, name)}: it must be {rule}")
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Sequence:
     """One request while it is generated.
 
@@ -55,6 +59,11 @@ class Sequence:
         tokens: prompt and what was generated so far.
         computed: tokens whose keys and values are in the cache.
         table: blocks of the cache, in order.
+        decode: ids → text, for stop texts.
+        followers: further samples of the same prompt, which fork from this one once the prompt is
+            computed.
+        slot: micro-batch of the pipeline that it runs in.
+        delivered: generated tokens that a stream has passed on.
     """
 
     request: int
@@ -67,6 +76,10 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     full_logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    decode: Callable[[list[int]], str] | None = None
+    followers: list[Sequence] = field(default_factory=list)
+    slot: int = 0
+    delivered: int = 0
 
     @property
     def generated(self) -> int:
@@ -77,16 +90,29 @@ class Sequence:
         """Tokens that the next forward pass has to compute."""
         return len(self.tokens) - self.computed
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host has a say in the next token or in whether it is the last."""
+        return bool(self.sampling.stop) or self.generated + 1 < self.sampling.min_new_tokens
+
     def append(self, token: int, logprob: float, full_logprob: float) -> None:
         """Takes a sampled token and decides whether the response ends with it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.full_logprobs.append(full_logprob)
-        stops = not self.sampling.ignore_eos and token in self.sampling.stop_token_ids
-        if stops and self.generated >= self.sampling.min_new_tokens:
+        may_stop = not self.sampling.ignore_eos and self.generated >= self.sampling.min_new_tokens
+        if may_stop and (token in self.sampling.stop_token_ids or self._has_stop_text()):
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
+
+    def _has_stop_text(self) -> bool:
+        """Whether a stop text ends in the last token; a token is at least one byte of text."""
+        if not self.sampling.stop:
+            return False
+        longest = max(len(text.encode()) for text in self.sampling.stop)
+        tail = self.decode(self.tokens[self.prompt_length :][-longest - 4 :])
+        return any(text in tail for text in self.sampling.stop)
 
     def response(self) -> Response:
         return Response(
@@ -104,7 +130,8 @@ class Response:
         logprobs: fp32 log-prob of each token under the distribution it was drawn from
             (temperature, top-k and top-p applied).
         full_logprobs: the same under the whole tempered softmax.
-        finish_reason: "stop" (an end token) or "length" (cut).
+        finish_reason: "stop" (an end token or text), "length" (cut), "abort" or "error".
+        error: what is wrong with the request, for "error".
     """
 
     request: int
@@ -113,3 +140,4 @@ class Response:
     logprobs: list[float]
     full_logprobs: list[float]
     finish_reason: str
+    error: str | None = None

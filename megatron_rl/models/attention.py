@@ -23,6 +23,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rl.kernels.decode_attention import decode_attention
+from megatron_rl.kernels.rope_kv_write import rope_kv_write
 from megatron_rl.models.families import Rope
 
 
@@ -36,6 +38,9 @@ class PagedCache:
         block_table_BN: int32 `[B, N]`, the blocks of each sequence in order.
         context_B: int32 `[B]`, tokens of each sequence after this step's writes.
         max_context: upper bound of `context_B`, known on the host.
+        fresh: every sequence's context is what this step writes: nothing has to be read.
+        rope_PR: cosines and sines for our kernels (see kernels/rope_kv_write); set where each
+            sequence has one new token and the kernels run. None: plain torch.
     """
 
     keys: list[Tensor]
@@ -44,6 +49,8 @@ class PagedCache:
     block_table_BN: Tensor
     context_B: Tensor
     max_context: int
+    fresh: bool = False
+    rope_PR: Tensor | None = None
 
 
 @dataclass(kw_only=True)
@@ -131,9 +138,9 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
 
 def packed_causal_attention(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, batch: AttentionBatch, scale: float,
-    backend: str = "auto",
+    backend: str = "auto", window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention within each sequence of a packed stream.
+    """Causal attention within each sequence of a packed stream, over the last `window` tokens.
 
     Args:
         backend: "torch" (a grid, or one sequence after the other), "varlen" (torch's packed kernel:
@@ -146,49 +153,67 @@ def packed_causal_attention(
     if backend == "auto":
         backend = "varlen" if q_THD.is_cuda and q_THD.dtype != torch.float32 else "torch"
     if backend == "varlen":
-        return _packed_varlen(q_THD, k_TGD, v_TGD, batch, scale)
+        return _packed_varlen(q_THD, k_TGD, v_TGD, batch, scale, window)
     longest, real = max(batch.lengths), sum(batch.lengths)
     if q_THD.is_cuda or longest * len(batch.lengths) <= 2 * real + 64:
-        return _packed_as_grid(q_THD, k_TGD, v_TGD, batch, scale)
+        return _packed_as_grid(q_THD, k_TGD, v_TGD, batch, scale, window)
     out = q_THD.new_zeros(q_THD.shape)
     pieces, start = [], 0
     for length in batch.lengths:
         q, k, v = (x[start : start + length, None] for x in (q_THD, k_TGD, v_TGD))
-        pieces.append(_dense_causal(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), scale))
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        pieces.append(_dense_causal(q, k, v, scale, window))
         start += length
     flat = torch.cat([p.squeeze(0) for p in pieces])
     return torch.cat((flat, out[start:])) if start < len(out) else flat
 
 
 def _packed_as_grid(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, batch: AttentionBatch, scale: float
-) -> Tensor:
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, batch: AttentionBatch, scale: float,
+    window: int | None,
+) -> Tensor:  # fmt: skip
     """One dense call for sequences of similar length: right padding can't reach a real token
     through a causal mask."""
     gather_BL, scatter_T = batch.padding()
     q, k, v = (x[gather_BL] for x in (q_THD, k_TGD, v_TGD))
-    out_XHD = _dense_causal(q, k, v, scale).flatten(0, 1)[scatter_T]
+    out_XHD = _dense_causal(q, k, v, scale, window).flatten(0, 1)[scatter_T]
     missing = len(q_THD) - len(out_XHD)
     return F.pad(out_XHD, (0, 0, 0, 0, 0, missing)) if missing else out_XHD
 
 
-def _dense_causal(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scale: float) -> Tensor:
+def _dense_causal(
+    q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scale: float, window: int | None
+) -> Tensor:
     repeat = q_BLHD.shape[2] // k_BLGD.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLGD, v_BLGD))
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+    position_L = torch.arange(q.shape[2], device=q.device)
+    if window is None or len(position_L) <= window:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    else:
+        mask_LL = _visible(position_L[:, None], position_L[None], window)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_LL, scale=scale)
+    return out.transpose(1, 2)
+
+
+def _visible(query_pos: Tensor, key_pos: Tensor, window: int | None) -> Tensor:
+    """Whether a key is one of the last `window` tokens up to the query."""
+    causal = key_pos <= query_pos
+    return causal if window is None else causal & (key_pos > query_pos - window)
 
 
 def _packed_varlen(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, batch: AttentionBatch, scale: float
-) -> Tensor:
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, batch: AttentionBatch, scale: float,
+    window: int | None,
+) -> Tensor:  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
     real, longest = sum(batch.lengths), max(batch.lengths)
+    back = -1 if window is None else window - 1
     out = varlen_attn(
         q_THD[:real], k_TGD[:real], v_TGD[:real], batch.cu_seqlens_B1, batch.cu_seqlens_B1,
-        longest, longest, scale=scale, window_size=(-1, 0), **_grouped_heads(varlen_attn),
+        longest, longest, scale=scale, window_size=(back, 0), **_grouped_heads(varlen_attn),
     )  # fmt: skip
     return F.pad(out, (0, 0, 0, 0, 0, len(q_THD) - real)) if real < len(q_THD) else out
 
@@ -200,8 +225,9 @@ def _grouped_heads(varlen_attn: Callable) -> dict[str, bool]:
 
 
 def paged_attention(
-    q_THD: Tensor, batch: AttentionBatch, key_cache: Tensor, value_cache: Tensor, scale: float
-) -> Tensor:
+    q_THD: Tensor, batch: AttentionBatch, key_cache: Tensor, value_cache: Tensor, scale: float,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of new tokens over the paged cache, any mix of prefill chunks and decode rows.
 
     The plain path: gathers each sequence's blocks into a grid. Query i of a sequence with n new
@@ -226,7 +252,7 @@ def paged_attention(
         gather_BL.shape[1], device=q_THD.device
     )
     key_pos_K = torch.arange(k.shape[2], device=q_THD.device)
-    mask_BLK = key_pos_K[None, None, :] <= query_pos_BL[:, :, None]
+    mask_BLK = _visible(query_pos_BL[:, :, None], key_pos_K, window)
     out = F.scaled_dot_product_attention(q_BHLD, k, v, attn_mask=mask_BLK[:, None], scale=scale)
     out_XHD = out.transpose(1, 2).flatten(0, 1)[scatter_T]
     missing = len(q_THD) - len(out_XHD)
@@ -253,6 +279,7 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         self.cache_layer = 0  # this rank's layers are counted when all chunks are built
         self.scale = softmax_scale or config.kv_channels**-0.5
+        self.window = config.window
         inv_freq = inverse_frequencies(config.kv_channels, config.rope)
         self.register_buffer("inv_freq", inv_freq.to(torch.cuda.current_device()), persistent=False)
 
@@ -260,17 +287,32 @@ class CoreAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *,
         attn_mask_type=None, attention_bias=None, packed_seq_params: AttentionBatch,
     ) -> Tensor:  # fmt: skip
-        batch = packed_seq_params
+        batch, cache = packed_seq_params, packed_seq_params.cache
+        if cache is not None and cache.rope_PR is not None:
+            return self._decode(query, key, value, batch)
         cos, sin = batch.rotary(self.inv_freq)
         q_THD, k_TGD = rotate(query, cos, sin), rotate(key, cos, sin)
-        if batch.cache is None:
+        if cache is not None:
+            write_cache(cache, self.cache_layer, k_TGD, value)
+        if cache is None or cache.fresh:
             out = packed_causal_attention(
-                q_THD, k_TGD, value, batch, self.scale, self.config.packed_attention
+                q_THD, k_TGD, value, batch, self.scale, self.config.packed_attention, self.window
             )
         else:
-            write_cache(batch.cache, self.cache_layer, k_TGD, value)
             out = paged_attention(
-                q_THD, batch, batch.cache.keys[self.cache_layer],
-                batch.cache.values[self.cache_layer], self.scale,
+                q_THD, batch, cache.keys[self.cache_layer], cache.values[self.cache_layer],
+                self.scale, self.window,
             )  # fmt: skip
+        return out.flatten(1)
+
+    def _decode(self, query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch) -> Tensor:
+        """One new token per sequence, by our kernels."""
+        cache = batch.cache
+        keys, values = cache.keys[self.cache_layer], cache.values[self.cache_layer]
+        q_THD, _ = rope_kv_write(
+            query, key, value, cache.rope_PR, batch.positions_T, keys, values, cache.slots_T
+        )
+        out = decode_attention(
+            q_THD, keys, values, cache.block_table_BN, cache.context_B, self.scale
+        )
         return out.flatten(1)

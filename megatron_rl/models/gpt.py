@@ -22,10 +22,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class ModelConfig(TransformerConfig):
-    """Megatron's transformer config plus what our attention needs."""
+    """Megatron's transformer config plus what our attention needs.
+
+    Attributes:
+        window: tokens that attention sees, the query's own included; None: all before it.
+    """
 
     rope: Rope = field(default_factory=Rope)
     packed_attention: str = "auto"
+    window: int | None = None
 
 
 class RLModel(GPTModel):
@@ -118,6 +123,7 @@ def globalise_layer(name: str, offset: int) -> str:
 def transformer_config(
     arch: Architecture, groups: ParallelGroups, *, dtype: str, sp: bool, recompute: str,
     attention: str = "auto",
+    window: int | None = None,
 ) -> ModelConfig:  # fmt: skip
     """Megatron's configuration of `arch` under a layout.
 
@@ -142,6 +148,7 @@ def transformer_config(
         activation_func=F.silu, add_bias_linear=False, add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm, hidden_dropout=0.0, attention_dropout=0.0, rope=arch.rope,
         packed_attention=attention,
+        window=window,
         params_dtype=torch_dtype, pipeline_dtype=torch_dtype, bf16=dtype == "bf16",
         fp16=dtype == "fp16", tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -163,7 +170,7 @@ def _leave_empty(weight: Tensor) -> Tensor:
 def build_model(
     role: str, arch: Architecture, groups: ParallelGroups, *, dtype: str = "fp32", sp: bool = False,
     recompute: str = "none", backend: str = "auto", attention: str = "auto",
-    trainable: bool = False,
+    trainable: bool = False, window: int | None = None,
 ) -> ParallelModel:  # fmt: skip
     """Allocates this rank's part of a model; the weights are still to be loaded.
 
@@ -175,7 +182,7 @@ def build_model(
     layout = groups.layout
     arch.check_layout(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, name=f"the {role} model")
     config = transformer_config(
-        arch, groups, dtype=dtype, sp=sp, recompute=recompute, attention=attention
+        arch, groups, dtype=dtype, sp=sp, recompute=recompute, attention=attention, window=window
     )
     if backend == "auto":
         on_gpu = torch.cuda.is_available()

@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_rl.config import Config
 from megatron_rl.config.not_yet import NOT_YET
 from megatron_rl.engine.optimizer import Trainable
+from megatron_rl.generation.cache import CacheShape
 from megatron_rl.generation.engine import Engine
-from megatron_rl.generation.runner import cache_shape
 from megatron_rl.models.gpt import ParallelModel
 
 GENERATING = ("generation", "evaluation")
@@ -118,7 +118,7 @@ def measure_holders(
         count(role, "gradients", _gradients(trainable))
         count(role, "optimizer", _optimizer_tensors(trainable))
     if engine is not None and phase in GENERATING:
-        shape = cache_shape(engine.model, blocks=1, block_size=engine.settings.block_size)
+        shape = CacheShape.of(engine.model, blocks=1, block_size=engine.settings.block_size)
         holders.cache = engine.counts.cache_blocks * shape.bytes_per_block()
     known = sum(holders.states.values()) + holders.cache
     holders.rest = max(_used(device) - known, 0)

@@ -10,7 +10,7 @@ rollout is the same in both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -27,6 +27,8 @@ from megatron_rl.resharding.model_specs import grid_of, model_specs, weights_by_
 from megatron_rl.resharding.plan import Plan, make_plan
 from megatron_rl.resharding.scatter import generate_scattered
 from megatron_rl.runtime import log
+
+Decode = Callable[[list[int]], str]
 
 
 class Transition(Protocol):
@@ -55,8 +57,10 @@ class ZeroRepartitioning:
 
     moves_weights = False
 
-    def __init__(self, model: ParallelModel, settings: EngineSettings) -> None:
-        self.engine, self.groups = Engine(model, settings), model.groups
+    def __init__(
+        self, model: ParallelModel, settings: EngineSettings, decode: Decode | None = None
+    ) -> None:
+        self.engine, self.groups = Engine(model, settings, decode), model.groups
 
     def to_generation(self) -> None:
         """The parameters are where generation reads them."""
@@ -79,6 +83,7 @@ class MicroDP:
         layout: from `Layout.generation_layout` of the model's.
         dtype, backend: as the model was built (`build_model`).
         keep: hold the memory of gathered weights between rollouts.
+        decode: ids → text, for stop texts.
 
     Raises:
         ValueError: for a tensor that can't be cut for the generation layout (named).
@@ -88,14 +93,16 @@ class MicroDP:
 
     def __init__(
         self, model: ParallelModel, layout: Layout, settings: EngineSettings, *, dtype: str,
-        backend: str = "auto", keep: bool = False,
+        backend: str = "auto", keep: bool = False, decode: Decode | None = None,
     ) -> None:  # fmt: skip
         self.groups, self._logged = model.groups, False
         train = model.groups.layout
         self.plan = _plan(model, layout, dtype)
         groups = ParallelGroups(layout=layout)
         arch = replace(model.arch, padded_for=train.tp)
-        self.model = build_model("actor", arch, groups, dtype=dtype, backend=backend)
+        self.model = build_model(
+            "actor", arch, groups, dtype=dtype, backend=backend, window=model.config.window
+        )
         self._parameters = weights_by_spec(self.model, self.plan.specs)
         self._check_shapes()
         for parameter in self._parameters.values():
@@ -105,7 +112,7 @@ class MicroDP:
             new_exchange_group(self.plan), keep=keep,
         )  # fmt: skip
         self.resharder.release()
-        self.engine = Engine(self.model, settings)
+        self.engine = Engine(self.model, settings, decode)
 
     def _check_shapes(self) -> None:
         for index, spec in enumerate(self.plan.specs):

@@ -20,22 +20,22 @@ def engine_settings(config: Config) -> EngineSettings:
         block_size=rollout.block_size, kv_memory_fraction=rollout.kv_memory_fraction,
         kv_cache_bytes=None if gigabytes is None else int(gigabytes * 1e9),
         max_batch_tokens=rollout.max_batch_tokens, max_running=rollout.max_running,
-        share_prefixes=rollout.prefix_sharing,
+        share_prefixes=rollout.prefix_sharing, burst=rollout.decode_burst,
+        cuda_graphs=rollout.cuda_graphs,
     )  # fmt: skip
 
 
 def sampling_params(
     config: Config, tokenizer: Tokenizer, *, temperature: float, seed: int
 ) -> SamplingParams:
-    """Sampling from `rollout`; stop texts (one token each: checked) become end tokens."""
+    """Sampling from `rollout`; the tokenizer's end tokens end a response, too."""
     rollout = config.rollout
     stop_ids = {*tokenizer.end_ids, *rollout.stop_token_ids}
-    for text in rollout.stop:
-        stop_ids.update(tokenizer.encode(text))
     return SamplingParams(
         temperature=temperature, top_k=rollout.top_k, top_p=rollout.top_p,
         max_new_tokens=rollout.max_new_tokens, max_length=rollout.max_length,
-        min_new_tokens=rollout.min_new_tokens, stop_token_ids=tuple(sorted(stop_ids)), seed=seed,
+        min_new_tokens=rollout.min_new_tokens, stop_token_ids=tuple(sorted(stop_ids)),
+        stop=tuple(rollout.stop), seed=seed,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def prompts() -> list[list[int]]:
     return made
 
 
-def load(folder, world, tp=1, pp=1, vpp=1, sp=False):
+def load(folder, world, tp=1, pp=1, vpp=1, sp=False, window=None):
     from megatron_rl.convert.huggingface import load_huggingface
     from megatron_rl.models.families import read_architecture
     from megatron_rl.models.gpt import build_model
@@ -35,7 +35,7 @@ def load(folder, world, tp=1, pp=1, vpp=1, sp=False):
 
     groups = ParallelGroups(layout=Layout(world_size=world, tp=tp, pp=pp, vpp=vpp))
     seed_model_parallel(0, groups)
-    model = build_model("actor", read_architecture(folder), groups, sp=sp)
+    model = build_model("actor", read_architecture(folder), groups, sp=sp, window=window)
     load_huggingface(model, folder)
     return model
 

@@ -122,16 +122,16 @@ def run_overlapped(rank, world, values, finish):
         assert covered == sum(p.numel() for _, p in named)
         return wrong
 
-    run, seen = Runner.run, []
+    launch, seen = Runner.launch, []
 
     def first_run(self, step):
         if id(self) not in seen:
             seen.append(id(self))
             differences.append(compare())
-        return run(self, step)
+        return launch(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "run", first_run)
+        patch.setattr(Runner, "launch", first_run)
         try:
             metrics = [trainer.step() for _ in range(2)]
             trainer.evaluate()

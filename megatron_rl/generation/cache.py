@@ -1,0 +1,73 @@
+"""The memory of the paged KV cache on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+from megatron_rl.kernels.backend import use_triton
+from megatron_rl.models.gpt import ParallelModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheShape:
+    """Size of the KV cache on one rank."""
+
+    blocks: int
+    block_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: ParallelModel, *, blocks: int, block_size: int) -> CacheShape:
+        """The cache that `model`'s local layers need."""
+        layers = sum(len(chunk.decoder.layers) for chunk in model.chunks)
+        kv_heads = max(model.config.num_query_groups // model.groups.layout.tp, 1)
+        return cls(
+            blocks=blocks, block_size=block_size, layers=layers, kv_heads=kv_heads,
+            head_dim=model.arch.head_dim, dtype=model.config.params_dtype,
+        )  # fmt: skip
+
+    def bytes_per_block(self) -> int:
+        """Keys and values of all local layers, in bytes."""
+        numbers = 2 * self.layers * self.block_size * self.kv_heads * self.head_dim
+        return numbers * self.dtype.itemsize
+
+
+class KVCache:
+    """Keys and values `[blocks, block_size, G, D]` of each local layer."""
+
+    def __init__(self, shape: CacheShape, device: torch.device) -> None:
+        self.shape = shape
+        size = (shape.blocks, shape.block_size, shape.kv_heads, shape.head_dim)
+        # One allocation: freeing it gives training a region without holes.
+        self._all = torch.zeros((2 * shape.layers, *size), dtype=shape.dtype, device=device)
+        self.keys = list(self._all[: shape.layers])
+        self.values = list(self._all[shape.layers :])
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks, (from, to). All are read before any is written."""
+        if pairs:
+            source, target = torch.tensor(pairs, device=self._all.device).unbind(1)
+            self._all[:, target] = self._all[:, source]
+
+    def kernels_fit(self, probe: Tensor) -> bool:
+        """Whether our kernels serve this cache on the probe's device; else plain torch does."""
+        size, dim = self.shape.block_size, self.shape.head_dim
+        fits = size & (size - 1) == 0 and dim % 16 == 0 and dim <= 256
+        return fits and use_triton("decode_attention", probe)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on this rank's device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached
+    ranks = max(torch.distributed.get_world_size(), 1)
+    return psutil.virtual_memory().available // ranks
