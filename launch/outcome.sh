@@ -2,8 +2,8 @@
 # What the exit codes that worker.sh noted mean for the run. Sourced by local.sh and slurm/job.sh.
 
 # The rank that failed first, as "code host rank": its failure explains the others. A rank killed by
-# SIGTERM or SIGKILL was cleaned up after a failure elsewhere, so it counts only if no other failed
-# and no stop was asked for. Nothing is printed when no rank failed.
+# SIGTERM or SIGKILL, or that ended because of another rank (76), was cleaned up after a failure
+# elsewhere, so it counts only if no other failed and no stop was asked for. Nothing is printed when no rank failed.
 #   first_failure ATTEMPT_DIR
 first_failure() {
     local file name code host killed=
@@ -12,7 +12,7 @@ first_failure() {
         read -r code host <"$file"
         case $code in
         0 | 75) ;;
-        137 | 143) killed=${killed:-$code $host $name} ;;
+        76 | 137 | 143) killed=${killed:-$code $host $name} ;;
         *)
             printf '%s %s %s\n' "$code" "$host" "$name"
             return

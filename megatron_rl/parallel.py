@@ -148,9 +148,13 @@ _timeout = timedelta(minutes=30)
 
 
 def set_group_timeout(seconds: float) -> None:
-    """Sets the timeout of every group created from now on."""
+    """Sets the timeout of the group of all ranks and of every group created from now on.
+
+    The group of all ranks was created with the time to wait for all ranks at the start.
+    """
     global _timeout
     _timeout = timedelta(seconds=seconds)
+    dist.distributed_c10d._set_pg_timeout(_timeout)
 
 
 def forget_groups() -> None:
@@ -163,33 +167,36 @@ def forget_groups() -> None:
     parallel_state.destroy_global_memory_buffer()
 
 
+def group_timeout() -> timedelta:
+    """The timeout of groups created now."""
+    return _timeout
+
+
 def group_of(
-    all_groups: list[list[int]], *, backend: str | None = None, timeout: timedelta | None = None
+    all_groups: list[list[int]], *, backend: str | None = None, purpose: str = ""
 ) -> dist.ProcessGroup | None:
     """Creates (or finds) every listed group; all ranks must call with the same list.
 
     Args:
-        backend, timeout: default to those of the run.
+        backend: defaults to that of the run.
+        purpose: groups of the same ranks for another purpose are other groups.
 
     Returns:
         The group that this rank is in, or None.
     """
     mine = None
     for ranks in all_groups:
-        key = (backend, timeout, *ranks)
+        key = (backend, purpose, *ranks)
         if key not in _groups_by_ranks:
-            _groups_by_ranks[key] = dist.new_group(
-                list(ranks), backend=backend, timeout=timeout or _timeout
-            )
+            _groups_by_ranks[key] = dist.new_group(list(ranks), backend=backend, timeout=_timeout)
         if dist.get_rank() in ranks:
             mine = _groups_by_ranks[key]
     return mine
 
 
-def _control_group(all_groups: list[list[int]]) -> dist.ProcessGroup:
-    """A gloo group for CPU tensors with a timeout of days: a rank that waits for another one's
-    slow reward function must not time out."""
-    return group_of(all_groups, backend="gloo", timeout=timedelta(days=7))
+def control_group(all_groups: list[list[int]]) -> dist.ProcessGroup:
+    """A gloo group for small data of the CPU, which does not wait for the device."""
+    return group_of(all_groups, backend="gloo")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -225,20 +232,20 @@ class ParallelGroups:
             assert found == size, f"the {name} group has {found} ranks, expected {size}"
 
     def control(self) -> dist.ProcessGroup:
-        """The ranks of this replica, for small host data (see `_control_group`)."""
-        return _control_group(self.layout.group_ranks({"tp", "pp"}))
+        """The ranks of this replica, for small host data (see `control_group`)."""
+        return control_group(self.layout.group_ranks({"tp", "pp"}))
 
     def pipeline_control(self) -> dist.ProcessGroup:
         """The pipeline, for small host data."""
-        return _control_group(self.layout.group_ranks({"pp"}))
+        return control_group(self.layout.group_ranks({"pp"}))
 
     def data_control(self) -> dist.ProcessGroup:
         """The data parallel ranks, for small host data."""
-        return _control_group(self.layout.group_ranks({"dp"}))
+        return control_group(self.layout.group_ranks({"dp"}))
 
     def inner_control(self) -> dist.ProcessGroup:
         """The ranks of `Layout.inner_groups`, for small host data."""
-        return _control_group(self.layout.inner_groups())
+        return control_group(self.layout.inner_groups())
 
     def single_rank_group(self) -> dist.ProcessGroup:
         """The group of this rank alone (stands in for axes of size one)."""
@@ -285,7 +292,10 @@ def initialise_parallel_state() -> None:
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            1, 1, create_gloo_process_groups=False,
+            distributed_timeout_minutes=_timeout.total_seconds() / 60,
+        )  # fmt: skip
 
 
 def seed_model_parallel(seed: int, groups: ParallelGroups) -> None:

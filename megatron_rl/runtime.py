@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import random
-import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl import cuda_on_cpu
+from megatron_rl import cuda_on_cpu, exit_codes
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.rendezvous import adopt_slurm_variables
+from megatron_rl.stopping import StoppedBySignal, StopSignals
 from megatron_rl.versions import UnsupportedVersionError
-
-EXIT_DONE, EXIT_BAD_INPUT, EXIT_REQUEUE, EXIT_CRASH = 0, 2, 75, 1
+from megatron_rl.watchdog import Watchdog
 
 _A_WEEK = timedelta(days=7)
 
@@ -35,10 +36,6 @@ _DETERMINISTIC = {
 }  # fmt: skip
 
 
-class StoppedBySignal(Exception):
-    """Raised at a safe point after SIGTERM or SIGUSR1; a checkpoint is saved on the way out."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
     """This process's place among the ranks, from torchrun's or Slurm's variables."""
@@ -49,14 +46,12 @@ class Environment:
 
     @classmethod
     def read(cls) -> Environment:
-        """torchrun's variables first, then Slurm's, else one rank."""
+        """torchrun's variables, or Slurm's in their place, else one rank."""
         env = os.environ
-        if "RANK" in env:
-            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        elif "SLURM_PROCID" in env and env.get("SLURM_NTASKS", "1") != "1":
-            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-        else:
+        adopt_slurm_variables(env)
+        if "RANK" not in env:
             return cls(rank=0, world_size=1, local_rank=0)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         try:
             rank, world, local = (int(env[name]) for name in names)
             local_world = int(env.get("LOCAL_WORLD_SIZE", world))
@@ -86,16 +81,18 @@ class Runtime:
     def __init__(self, config: Config, env: Environment) -> None:
         self.config, self.env = config, env
         self.device = _choose_device(config, env)
-        self._stop_signal: int | None = None
         self._owns_group = False
+        self.stop = StopSignals(config.runtime.grace_time)
+        self.watchdog: Watchdog | None = None
 
     def start(self, *, inputs_may_be_late: bool = False) -> None:
-        """Joins the process group, seeds everything, opens this rank's log.
+        """Joins the process group, seeds everything, opens this rank's log, minds the signals.
 
         Args:
             inputs_may_be_late: other nodes may still be fetching their inputs, so
                 `runtime.init_timeout` starts only when every rank has them; equal on all ranks.
         """
+        self.stop.install()
         cuda_on_cpu.enable()
         if self.config.training.deterministic:
             choose_deterministic_kernels()
@@ -105,20 +102,26 @@ class Runtime:
         if not dist.is_initialized():
             self._join(inputs_may_be_late)
             self._owns_group = True
-        from megatron_rl.parallel import set_group_timeout
+        self._start_watchdog()
+        from megatron_rl.parallel import control_group, set_group_timeout
 
         set_group_timeout(self.config.runtime.collective_timeout)
+        self.stop.everyone = control_group([list(range(self.env.world_size))])
         random.seed(self.config.seed)
         torch.manual_seed(self.config.seed)
 
     def _join(self, inputs_may_be_late: bool) -> None:
         env = self.env
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        if env.world_size > 1 and "MASTER_PORT" not in os.environ:
+            raise ConfigError(
+                f"WORLD_SIZE is {env.world_size}, but MASTER_PORT is not set; start with torchrun, "
+                "or set MASTER_ADDR and MASTER_PORT"
+            )
         timeout = timedelta(seconds=self.config.runtime.init_timeout)
         if env.world_size == 1 and "MASTER_PORT" not in os.environ:
             store = dist.HashStore()
         else:
-            os.environ.setdefault("MASTER_PORT", _slurm_port())
             store = _meet(env, _A_WEEK if inputs_may_be_late else timeout)
         store.set_timeout(timeout)
         dist.init_process_group(
@@ -140,22 +143,36 @@ class Runtime:
             console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
             log.addHandler(console)
 
-    def catch_signals(self) -> None:
-        """From now on SIGTERM and SIGUSR1 ask for a stop at the next safe point."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
+    def _start_watchdog(self) -> None:
+        """In a process group that somebody else made, only the grace time is minded."""
+        settings = self.config.runtime
+        self.watchdog = Watchdog(
+            rank=self.env.rank, world_size=self.env.world_size,
+            store=dist.distributed_c10d._get_default_store() if self._owns_group else None,
+            stop=self.stop, silence=settings.heartbeat_timeout,
+            collective_timeout=settings.collective_timeout,
+            folder=Path(self.config.run_dir) / "logs",
+        )  # fmt: skip
+        self.watchdog.start()
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        self._stop_signal = number
-
-    def stop_requested(self) -> bool:
-        """True on all ranks as soon as one of them was signalled; a collective."""
-        flag = torch.tensor([float(self._stop_signal or 0)], device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
+    @contextmanager
+    def failures_told(self) -> Iterator[None]:
+        """An error inside is told to the other ranks, which would wait for this one, and raised."""
+        try:
+            yield
+        except StoppedBySignal:
+            raise
+        except BaseException as error:
+            bad_input = isinstance(error, (ConfigError, UnsupportedVersionError))
+            self.watchdog.fail(error, exit_codes.BAD_INPUT if bad_input else exit_codes.CRASH)
+            raise
 
     def close(self) -> None:
         """Leaves the process group; safe to call twice."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        if not self.stop.requested:  # else one more signal must not change how the process ends
+            self.stop.restore()
         if self._owns_group and dist.is_initialized():
             from megatron_rl.parallel import forget_groups
 
@@ -199,14 +216,15 @@ def _choose_device(config: Config, env: Environment) -> torch.device:
     wanted = config.runtime.device
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", env.world_size))
     count = 0 if wanted == "cpu" else (torch.cuda.device_count() if _has_gpu() else 0)
-    if wanted == "cuda" and count < min(local_ranks, env.local_rank + 1):
+    index = gpu_of(env.local_rank, local_ranks, count, by_slurm="SLURM_STEP_ID" in os.environ)
+    if wanted == "cuda" and index is None:
         raise ConfigError(
             f"runtime.device is 'cuda', but this machine has {count} GPUs for {local_ranks} ranks; "
             "start fewer ranks or set runtime.device=cpu",
             setting="runtime.device",
         )
-    if count >= local_ranks:
-        return torch.device("cuda", env.local_rank)
+    if index is not None:
+        return torch.device("cuda", index)
     if config.model.attention_backend == "varlen":
         raise ConfigError(
             "model.attention_backend is 'varlen', but this run is on the CPU, where torch has no "
@@ -214,6 +232,16 @@ def _choose_device(config: Config, env: Environment) -> torch.device:
             setting="model.attention_backend",
         )
     return torch.device("cpu")
+
+
+def gpu_of(local_rank: int, local_ranks: int, count: int, *, by_slurm: bool) -> int | None:
+    """Which of `count` visible GPUs is a rank's; None where there is not one for every rank.
+
+    A job step with --gpus-per-task=1 shows each task its own GPU alone.
+    """
+    if count >= local_ranks:
+        return local_rank
+    return 0 if by_slurm and count == 1 else None
 
 
 def _meet(env: Environment, patience: timedelta) -> dist.Store:
@@ -232,11 +260,6 @@ def _meet(env: Environment, patience: timedelta) -> dist.Store:
 
 def _has_gpu() -> bool:
     return torch.cuda.is_available()
-
-
-def _slurm_port() -> str:
-    """A rendezvous port that jobs on one node don't share: derived from the job id."""
-    return str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000)
 
 
 def quiet_expected_warnings() -> None:
@@ -259,12 +282,12 @@ def run_guarded(main: Callable[[], int], env: Environment) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(2.0)  # the launcher ends all ranks with the first: let rank 0 speak
-        return EXIT_BAD_INPUT
+        return exit_codes.BAD_INPUT
     except KeyboardInterrupt:
-        return 130
+        return exit_codes.INTERRUPTED
     except BaseException:  # noqa: BLE001 - the traceback must be shown whatever it is
         text = f"rank {env.rank} failed:\n{traceback.format_exc()}"
         log.error(text)
         print(text, file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(EXIT_CRASH)
+        os._exit(exit_codes.CRASH)

@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from megatron_rl.algorithms.kl import AdaptiveKL, FixedKL
 from megatron_rl.algorithms.metrics import add_metrics
-from megatron_rl.checkpoint import CheckpointManager, RngState
+from megatron_rl.checkpoint import RngState
 from megatron_rl.config import Config
 from megatron_rl.convert.huggingface import export_huggingface
 from megatron_rl.engine.optimizer import Trainable
-from megatron_rl.engine.passes import logprob_pass, value_pass
+from megatron_rl.engine.passes import logprob_pass, needs_old_logprobs, value_pass
 from megatron_rl.engine.update import actor_loss, critic_loss, mini_batches, update_step
 from megatron_rl.models.flops import sample_flops
 from megatron_rl.monitor.out_of_memory import explain_out_of_memory
@@ -36,8 +36,10 @@ from megatron_rl.rollout.collect import collect, prompts_per_block, sampling_par
 from megatron_rl.rollout.dynamic_sampling import fill_batch
 from megatron_rl.rollout.exchange import balance
 from megatron_rl.run_inputs import RunInputs
-from megatron_rl.runtime import Environment, Runtime, StoppedBySignal, log
+from megatron_rl.runtime import Environment, Runtime, log
+from megatron_rl.setup_checkpoints import build_checkpoints
 from megatron_rl.setup_models import Models, build_models
+from megatron_rl.stopping import StopNow, StoppedBySignal, put_back_on_stop
 
 EVALUATION_REQUESTS = 2**40  # evaluation draws its noise far from training's
 
@@ -61,11 +63,21 @@ class Trainer:
         self.inputs = RunInputs.check(config, reward)
         self.runtime = Runtime(config, env)
         self.runtime.start(inputs_may_be_late=self.inputs.may_be_late)
+        self.step_count, self.closed = 0, False
         self.timer = PhaseTimer(self.runtime.device)
         self.timer.on_error = self._explain
+        self.runtime.watchdog.where = self._where
         self.models: Models | None = None
+        with self.runtime.failures_told():
+            self._build(env)
+
+    def _build(self, env: Environment) -> None:
+        """Models, checkpoints and the monitor; resumes."""
+        config = self.config
         with self.timer.phase("startup"):
             self.models = build_models(config, self.inputs, env.world_size)
+        engine = self.models.transition.engine
+        engine.after_step = partial(self.runtime.stop.look, engine.model.groups.control())
         self.groups = self.models.actor.model.groups
         kl = config.algorithm.kl
         log.info(
@@ -78,13 +90,16 @@ class Trainer:
             if kl.adaptive.enable
             else FixedKL(kl.coef)
         )
-        self.step_count, self.samples_drawn, self.closed = 0, 0, False
+        self.samples_drawn = 0
+        # Steps whose state is on disk (that of step 0 need not be) and that were evaluated.
+        self.saved_step: int | None = 0
+        self.evaluated_step: int | None = None
         self.critic_biased = False
         self.last_metrics: dict[str, float] = {}
-        self.checkpoints = self._checkpoints()
+        states = {"trainer": self, "kl": self.kl, "prompts": self.inputs.stream}
+        self.checkpoints = build_checkpoints(config, self.models, states)
         with self.timer.phase("startup"):
             self._resume()
-        self.runtime.catch_signals()
         self.monitor = RunMonitor(
             config, self.inputs.architectures, self.groups, self.timer, first_step=self.step_count
         )
@@ -100,17 +115,11 @@ class Trainer:
         Raises:
             StoppedBySignal: after SIGTERM or SIGUSR1, when the checkpoint is on disk.
         """
-        config, metrics = self.config, {}
-        if config.evaluation.at_start and self.step_count == 0:
-            metrics |= {f"start/{k}": v for k, v in self.evaluate().items()}
+        config, metrics = self.config, self._evaluate_if_due()
         while self.step_count < config.training.steps:
             metrics |= self.step()
-            every = config.evaluation.interval
-            if every and self.step_count % every == 0 and self.step_count < config.training.steps:
-                self.evaluate()
             self._save_if_due()
-        if config.evaluation.at_end:
-            metrics |= {f"end/{k}": v for k, v in self.evaluate().items()}
+            metrics |= self._evaluate_if_due()
         if config.checkpoint.export_huggingface:
             self.export(Path(config.run_dir) / "huggingface")
         self.monitor.finish()
@@ -121,15 +130,22 @@ class Trainer:
 
         Returns:
             The metrics that are logged, equal on all ranks.
+
+        Raises:
+            StoppedBySignal: after SIGTERM or SIGUSR1 before the update; the state at the beginning
+                of the step is on disk.
         """
         self.monitor.begin_step(self.step_count + 1)
-        batch, sampling = self._rollout()
-        self._evaluate_policies(batch)
+        with self._may_be_left():
+            batch, sampling = self._rollout()
+            with self.runtime.stop.section():
+                self._evaluate_policies(batch)
         with self.timer.phase("advantages"):
             estimate_advantages(
                 batch, self.config, kl_coef=self.kl.coef, dp_group=self.groups.data_control()
             )
-        updates = self._update(batch)
+        with self.runtime.stop.finishes("an update"):
+            updates = self._update(batch)
         self.step_count += 1
         metrics = self.monitor.end_step(
             self.step_count, batch, updates, kl_coef=self.kl.coef, more=sampling
@@ -140,28 +156,39 @@ class Trainer:
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Mean reward on held-out prompts (`data.eval`), sampled as `evaluation` says."""
+        """Mean reward on held-out prompts (`data.eval`), sampled as `evaluation` says.
+
+        Raises:
+            StoppedBySignal: after SIGTERM or SIGUSR1, with the state on disk.
+        """
         config, prompts = self.config, self.inputs.eval_prompts()
         size = config.evaluation.batch_size or len(prompts)
         total = EvaluationResult()
-        with self._on_generation_layout(), self.timer.phase("evaluation"):
+        timed = self.timer.phase("evaluation")
+        with self._may_be_left(), self._on_generation_layout(), timed:
             for first in range(0, len(prompts), size):
-                batch = self._generate(
-                    prompts[first : first + size], n=1,
-                    temperature=config.evaluation.temperature,
-                    first_request=EVALUATION_REQUESTS + first,
-                )  # fmt: skip
-                if batch is not None:
-                    self._reward(batch)
-                    total.add(batch)
+                with self.runtime.stop.section():
+                    batch = self._generate(
+                        prompts[first : first + size], n=1,
+                        temperature=config.evaluation.temperature,
+                        first_request=EVALUATION_REQUESTS + first,
+                    )  # fmt: skip
+                    if batch is not None:
+                        self._reward(batch)
+                        total.add(batch)
         metrics = total.reduce(self.groups)
         self.monitor.evaluation(self.step_count, metrics)
+        self.evaluated_step = self.step_count
+        if self.step_count:  # its checkpoint does not know of the evaluation yet
+            self.saved_step = None
         return metrics
 
     def save(self) -> Path:
         """Writes a checkpoint of this step; resuming from it continues exactly."""
-        with self.timer.phase("checkpoint"):
-            return self.checkpoints.save(self.step_count, metrics=self.last_metrics)
+        with self.timer.phase("checkpoint"), self.runtime.stop.finishes("a save"):
+            path = self.checkpoints.save(self.step_count, metrics=self.last_metrics)
+        self.saved_step = self.step_count
+        return path
 
     def export(self, folder: str | Path) -> None:
         """Writes the actor as a Hugging Face folder."""
@@ -202,14 +229,15 @@ class Trainer:
         """Samples for the next `rollout.batch_size` prompts, with their scores."""
         config = self.config
         prompts = self.inputs.stream.take(config.rollout.batch_size)
-        with self._on_generation_layout(), self.timer.phase("generation"):
+        stop = self.runtime.stop
+        with stop.section(), self._on_generation_layout(), self.timer.phase("generation"):
             batch = self._generate(
                 prompts, n=config.rollout.n, temperature=config.rollout.temperature,
                 first_request=self.samples_drawn, first_index=first_index,
             )  # fmt: skip
         assert batch is not None, "rollout.batch_size gives every replica a prompt: checked"
         self.samples_drawn += config.samples_per_step
-        with self.timer.phase("scoring"):
+        with stop.section(), self.timer.phase("scoring"):
             self._reward(batch)
         return batch
 
@@ -247,7 +275,7 @@ class Trainer:
         if self.models.reward is not None:
             reader = self.inputs.reward_reader
             learned = learned_scores(batch, self.models.reward, reader, self.config)
-        score(batch, self.inputs.reward, self.groups, learned)
+        score(batch, self.inputs.reward, self.groups, self.runtime.stop, learned)
 
     def _evaluate_policies(self, batch: RolloutBatch) -> None:
         """Log-probs of the actor and the reference, values of the critic."""
@@ -255,9 +283,11 @@ class Trainer:
         if needs_old_logprobs(config):
             with self.timer.phase("old_logprobs"):
                 batch.tensors["old_logprobs"] = logprob_pass(batch, models.actor.model, config)
+        self.runtime.stop.check()
         if models.reference is not None:
             with self.timer.phase("ref_logprobs"):
                 batch.tensors["ref_logprobs"] = logprob_pass(batch, models.reference, config)
+        self.runtime.stop.check()
         if models.critic is not None:
             with self.timer.phase("values"):
                 if not self.critic_biased:
@@ -295,33 +325,13 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.step_count, "samples_drawn": self.samples_drawn,
-            "critic_biased": self.critic_biased,
+            "critic_biased": self.critic_biased, "evaluated_step": self.evaluated_step,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step_count, self.samples_drawn = state["step"], state["samples_drawn"]
         self.critic_biased = state["critic_biased"]
-
-    def _checkpoints(self) -> CheckpointManager:
-        settings = self.config.checkpoint
-        manager = CheckpointManager(
-            self.config.checkpoint_dir, groups=self.groups, keep_last=settings.keep_last,
-            keep_every=settings.keep_every, best_metric=settings.best_metric,
-            async_save=settings.async_save, on_corrupt=settings.on_corrupt,
-            config=self.config.to_dict(),
-        )  # fmt: skip
-        manager.add_trainable("actor", self.models.actor)
-        if self.models.critic is not None:
-            manager.add_trainable("critic", self.models.critic)
-        manager.add_state("trainer", self)
-        manager.add_state("kl", self.kl)
-        manager.add_state("prompts", self.inputs.stream)
-        manager.add_rank_state("rng", RngState())
-        for trainable in (self.models.actor, self.models.critic):
-            for index, part in enumerate(trainable.compression if trainable else []):
-                name = f"{trainable.model.role}_gradient_compression_{index}"
-                manager.add_rank_state(name, part)
-        return manager
+        self.evaluated_step = state["evaluated_step"]
 
     def _resume(self) -> None:
         resume = self.config.checkpoint.resume
@@ -329,34 +339,58 @@ class Trainer:
             return
         step = self.checkpoints.load(None if resume == "auto" else Path(resume))
         if step is not None:
+            self.saved_step = step if resume == "auto" else None
             log.info("resumed from step %d", step)
         for note in self.checkpoints.notes:
             log.warning("%s", note)
 
     def _save_if_due(self) -> None:
         every, step = self.config.checkpoint.save_interval, self.step_count
-        stopping = self.runtime.stop_requested()
-        last = step == self.config.training.steps
-        if stopping or (every and step % every == 0) or (every and last):
+        if every and (step % every == 0 or step == self.config.training.steps):
             self.save()
-        if stopping and not last:
-            self.checkpoints.wait()
-            raise StoppedBySignal(f"stopped after step {step}; the checkpoint is complete")
+        if step < self.config.training.steps and self.runtime.stop.agreed(
+            self.runtime.stop.everyone
+        ):
+            self._stop()
+
+    def _evaluate_if_due(self) -> dict[str, float]:
+        """The evaluation that belongs to the steps done so far, if it was not made yet."""
+        settings, step = self.config.evaluation, self.step_count
+        if self.evaluated_step == step:
+            return {}
+        if step == 0:
+            return self._evaluation_named("start") if settings.at_start else {}
+        if step == self.config.training.steps:
+            return self._evaluation_named("end") if settings.at_end else {}
+        if settings.interval and step % settings.interval == 0:
+            self.evaluate()
+        return {}
+
+    def _evaluation_named(self, when: str) -> dict[str, float]:
+        return {f"{when}/{name}": value for name, value in self.evaluate().items()}
+
+    # ---- stopping ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _may_be_left(self) -> Iterator[None]:
+        """Around work that changes nothing but a few small states: a stop in it puts those back,
+        so that the next start does the same work again, bitwise, and ends the run."""
+        try:
+            with put_back_on_stop(self, self.inputs.stream, RngState()):
+                yield
+        except StopNow:
+            self._stop()
+
+    def _stop(self) -> NoReturn:
+        """Saves what is not on disk yet, and ends the run on all ranks."""
+        if self.saved_step != self.step_count:
+            self.save()
+        self.checkpoints.wait()
+        raise StoppedBySignal(f"stopped after step {self.step_count}; its state is on disk")
+
+    def _where(self) -> str:
+        phase = self.timer.current or "between the phases"
+        return f"step {self.step_count + 1}, {phase}"
 
     def _explain(self, phase: str, error: BaseException) -> BaseException | None:
         return explain_out_of_memory(error, phase, self.config, self.models, self.runtime.device)
-
-
-def needs_old_logprobs(config: Config) -> bool:
-    """Whether a pass of its own must compute the actor's log-probs before the update.
-
-    With one optimizer step per rollout the update's own log-probs are the old ones. A KL in the
-    reward, a correction by importance weights, or several steps need them beforehand.
-    """
-    several = config.training.epochs > 1 or config.mini_batch_size < config.samples_per_step
-    return (
-        several
-        or config.algorithm.kl.placement == "reward"
-        or config.algorithm.importance_sampling.enable
-        or config.algorithm.policy_loss_function is not None
-    )

@@ -11,12 +11,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_rl"
 # A module may import from its own level and from those below it (a larger number).
 LEVELS = {
-    "trainer": 0, "generate": 0, "setup_models": 1, "run_inputs": 1, "inference": 1,
-    "inference_peers": 1, "model_inputs": 2, "surroundings": 2, "monitor": 2, "checkpoint": 2,
-    "rewards": 2, "convert": 2, "rollout": 2, "engine": 3,
+    "trainer": 0, "generate": 0, "setup_models": 1, "setup_checkpoints": 1, "run_inputs": 1,
+    "inference": 1, "inference_peers": 1, "model_inputs": 2, "surroundings": 2, "monitor": 2,
+    "checkpoint": 2, "rewards": 2, "convert": 2, "rollout": 2, "engine": 3,
     "generation": 4, "resharding": 4, "comm": 4, "preflight": 4, "models": 5, "algorithms": 6,
     "text": 6, "sentencepiece_text": 6, "hub": 6, "once_per_node": 6, "runtime": 6, "parallel": 6,
-    "kernels": 7, "cuda_on_cpu": 7, "config": 7, "versions": 8,
+    "watchdog": 7, "stopping": 7, "rendezvous": 7, "kernels": 7, "cuda_on_cpu": 7, "config": 7,
+    "versions": 8, "exit_codes": 8, "processes": 8,
 }  # fmt: skip
 # The batch of a rollout is plain data, which the passes of the engine are about.
 ALLOWED = {("engine", "rollout"), ("kernels", "kernels")}

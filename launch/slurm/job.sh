@@ -68,7 +68,9 @@ on_terminate() {
 
 # Run a job step in the background, where traps are served while it runs. Sets STEP_CODE.
 run_step() {
-    srun --kill-on-bad-exit=0 ${CONTAINER[@]+"${CONTAINER[@]}"} "$@" &
+    # A failing rank must not cut off the others, which save or report; two minutes after the first
+    # task has ended, one that is left hangs.
+    srun --kill-on-bad-exit=0 --wait=120 ${CONTAINER[@]+"${CONTAINER[@]}"} "$@" &
     STEP_PID=$!
     wait "$STEP_PID"
     STEP_CODE=$?

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,14 +31,8 @@ from megatron_rl.checkpoint.tensors import (
 from megatron_rl.checkpoint.writer import Contents
 from megatron_rl.engine.optimizer import Trainable
 from megatron_rl.parallel import Layout, ParallelGroups
+from megatron_rl.stopping import Stateful
 from megatron_rl.versions import VERSION
-
-
-class Stateful(Protocol):
-    """Anything with a state to save."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,7 +64,7 @@ class CheckpointManager:
         self._pending: Background | None = None
         everyone = [list(range(dist.get_world_size()))]
         # Its own gloo group: a save in the background must not mix with other collectives.
-        self._group = group_of(everyone, backend="gloo", timeout=timedelta(hours=6))
+        self._group = group_of(everyone, backend="gloo", purpose="checkpoint")
         self._run = RunState(groups=groups, control=self._group, config=config or {})
         self._claim: Claim | None = None
         on_first_rank(self._group, self._open_folder)

@@ -17,6 +17,7 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megatron_rl import processes
 from megatron_rl.checkpoint.folder import CheckpointError, write_text
 
 RECORD = ".in_use.json"
@@ -50,28 +51,10 @@ def this_process() -> Owner:
     """A record of the calling process."""
     pid = os.getpid()
     return Owner(
-        run=uuid.uuid4().hex, host=socket.gethostname(), machine=_machine(), pid=pid,
-        started=_process_start(pid) or "", job=os.environ.get("SLURM_JOB_ID", ""),
+        run=uuid.uuid4().hex, host=socket.gethostname(), machine=processes.machine(), pid=pid,
+        started=processes.start_time(pid) or "", job=os.environ.get("SLURM_JOB_ID", ""),
         restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
     )  # fmt: skip
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()} {uuid.getnode()}"
-
-
-def _process_start(pid: int) -> str | None:
-    """Start time of a process; None if it does not live (any more)."""
-    try:
-        # The name in parentheses may hold anything, so fields are counted after it.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 def read_owner(root: Path) -> Owner | None:
@@ -89,7 +72,7 @@ def is_alive(owner: Owner, me: Owner, root: Path, beat_seconds: float) -> bool:
     if owner.machine == me.machine:
         if (owner.pid, owner.started) == (me.pid, me.started):
             return False
-        return _process_start(owner.pid) == owner.started
+        return processes.start_time(owner.pid) == owner.started
     for _ in range(_BEATS_OF_SILENCE):
         time.sleep(beat_seconds)
         now = read_owner(root)

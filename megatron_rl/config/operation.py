@@ -103,10 +103,13 @@ class RuntimeSettings:
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
     """auto: cuda when there is a GPU for every rank of the machine, else cpu."""
     collective_timeout: float = setting(1800.0, above=0)
-    """Seconds after which a collective that does not finish ends the run."""
+    """Seconds after which a collective that does not finish ends the run; also the longest time
+    that a reward function may take for a batch."""
     init_timeout: float = setting(300.0, above=0)
     """Seconds to wait for all ranks at the start."""
-    grace_time: float = setting(120.0, at_least=0)
+    heartbeat_timeout: float = setting(20.0, at_least=5.0)
+    """Seconds without a sign of life after which a rank counts as dead and the run ends."""
+    grace_time: float = setting(120.0, above=0)
     """Seconds between a stop signal and the end, in which a checkpoint is saved."""
 
 

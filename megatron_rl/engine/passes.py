@@ -159,3 +159,18 @@ def share_from_last_stage(x: Tensor, groups: ParallelGroups) -> Tensor:
     if groups.layout.pp > 1:
         dist.broadcast(x, groups.stage_rank(groups.layout.pp - 1), group=groups.pipeline_control())
     return x
+
+
+def needs_old_logprobs(config: Config) -> bool:
+    """Whether a pass of its own must compute the actor's log-probs before the update.
+
+    With one optimizer step per rollout the update's own log-probs are the old ones. A KL in the
+    reward, a correction by importance weights, or several steps need them beforehand.
+    """
+    several = config.training.epochs > 1 or config.mini_batch_size < config.samples_per_step
+    return (
+        several
+        or config.algorithm.kl.placement == "reward"
+        or config.algorithm.importance_sampling.enable
+        or config.algorithm.policy_loss_function is not None
+    )

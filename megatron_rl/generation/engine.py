@@ -58,6 +58,8 @@ class Engine:
 
     Attributes:
         counts: what the last session did.
+        after_step: called by `generate` on every rank of the engine's replica after each step of
+            the session; what it raises ends the generation.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Engine:
         self.model, self.settings = model, settings or EngineSettings()
         self.decode = decode
         self.counts = SessionCounts()
+        self.after_step: Callable[[], None] | None = None
 
     def generate(
         self, prompts: List[List[int]], sampling: SamplingParams | List[SamplingParams], *,
@@ -113,6 +116,8 @@ class Engine:
                     session.add(first, others)
                 while not session.finished:
                     done |= {r.request: r for r in session.step()[1]}
+                    if self.after_step is not None:
+                        self.after_step()
         self._log_counts()
         return [done[number] for number in numbers]
 

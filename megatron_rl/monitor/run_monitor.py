@@ -40,7 +40,7 @@ from megatron_rl.monitor.summary import Updates, learning_metrics, rollout_metri
 from megatron_rl.monitor.writers import StepRecord, Writers
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.runtime import StoppedBySignal
+from megatron_rl.stopping import StoppedBySignal
 
 
 class RunMonitor:

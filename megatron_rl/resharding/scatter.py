@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_rl.generation.engine import Engine
 from megatron_rl.generation.sequence import Response, SamplingParams
+from megatron_rl.stopping import StopNow
 
 
 def share_out(prompts: Sequence[Sequence[int]], parts: int) -> list[list[int]]:
@@ -42,16 +43,26 @@ def generate_scattered(
 
     Every rank of the training replica calls this with the same arguments and gets all responses,
     in order. `requests` key the noise, so that a sample does not depend on where it is drawn.
+
+    Raises:
+        StopNow: on all of them alike, if one of the replicas inside was told to stop.
     """
     groups = engine.model.groups
     parts, group = groups.layout.inner_replicas, groups.inner_control()
     mine = share_out(prompts, parts)[groups.dp_rank % parts]
     each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-    responses = engine.generate(
-        [list(prompts[i]) for i in mine], [each[i] for i in mine],
-        requests=[requests[i] for i in mine],
-    )  # fmt: skip
-    pieces: list[dict[int, Response]] = [{} for _ in range(parts)]
-    dist.all_gather_object(pieces, dict(zip(mine, responses, strict=True)), group=group)
-    found = {index: response for piece in pieces for index, response in piece.items()}
+    piece: dict[int, Response] | None = None
+    try:
+        responses = engine.generate(
+            [list(prompts[i]) for i in mine], [each[i] for i in mine],
+            requests=[requests[i] for i in mine],
+        )  # fmt: skip
+        piece = dict(zip(mine, responses, strict=True))
+    except StopNow:
+        pass  # the other replicas inside wait for this one's part
+    pieces: list[dict[int, Response] | None] = [None] * parts
+    dist.all_gather_object(pieces, piece, group=group)
+    if None in pieces:
+        raise StopNow
+    found = {index: response for part in pieces for index, response in part.items()}
     return [found[index] for index in range(len(prompts))]

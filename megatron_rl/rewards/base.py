@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_rl.config import ConfigError
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.stopping import StopNow, StopSignals
 
 RewardFunction = Callable[..., list[float]]
 _ARGUMENTS = ("prompts", "responses", "records")
@@ -89,15 +90,16 @@ def _import(name: str) -> Any:
 
 def score(
     batch: RolloutBatch, function: RewardFunction | None, groups: ParallelGroups,
-    model_scores_B: Tensor | None = None,
+    stop: StopSignals, model_scores_B: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Sets `batch.scores_B` on all ranks of the replica.
 
     A function and a learned model add up; a function with a parameter `model_scores` gets the
     model's scores and returns the whole reward itself.
 
-    One rank per replica calls the function, since it may be slow or random; the others wait in the
-    control group, whose timeout is far beyond any reward's. An exception ends the run on all ranks.
+    One rank per replica calls the function, since it may be slow or random; the others wait for it,
+    at most `runtime.collective_timeout`. An exception ends the run on all ranks; a stop signal ends
+    the function where it is.
 
     Args:
         function: None: the learned model's score is the reward.
@@ -105,6 +107,7 @@ def score(
 
     Raises:
         ValueError: if there is the wrong number of scores, or one that is not finite.
+        StopNow: on all ranks of the replica, if the function was interrupted.
     """
     learned = None
     if model_scores_B is not None:
@@ -118,13 +121,19 @@ def score(
     source = dist.get_process_group_ranks(groups.model)[0]
     scores = torch.zeros(len(batch), dtype=torch.float64)
     if dist.get_rank() == source:
-        values = function(
-            prompts=[p.text for p in batch.prompts], responses=batch.texts,
-            records=[p.record for p in batch.prompts],
-            **({_MODEL_SCORES: list(learned)} if combines else {}),
-        )  # fmt: skip
-        scores = torch.tensor(_checked(values, batch, "reward.function"), dtype=torch.float64)
+        try:
+            with stop.interruptible():
+                values = function(
+                    prompts=[p.text for p in batch.prompts], responses=batch.texts,
+                    records=[p.record for p in batch.prompts],
+                    **({_MODEL_SCORES: list(learned)} if combines else {}),
+                )  # fmt: skip
+            scores = torch.tensor(_checked(values, batch, "reward.function"), dtype=torch.float64)
+        except StopNow:
+            scores = torch.full_like(scores, math.nan)  # no score: those are finite
     dist.broadcast(scores, source, group=control)
+    if scores.isnan().any():
+        raise StopNow
     batch.scores_B = scores.float()
     if learned is not None and not combines:
         batch.scores_B = batch.scores_B + model_scores_B

@@ -14,10 +14,10 @@ from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.checkpoint.ownership import (
     RECORD,
     Claim,
-    _process_start,
     read_owner,
     this_process,
 )
+from megatron_rl.processes import start_time
 
 HOLD = """
 import sys
@@ -41,7 +41,7 @@ def test_a_run_that_lives_keeps_its_folder_and_a_killed_one_does_not(tmp_path):
     with pytest.raises(CheckpointError, match=f"process {child.pid} on .*another|another.*process"):
         Claim(tmp_path)
     child.kill()  # not waited for: a zombie does not hold a folder either
-    while _process_start(child.pid) is not None:
+    while start_time(child.pid) is not None:
         time.sleep(0.01)
     claim = Claim(tmp_path)
     assert read_owner(tmp_path).run == claim.me.run

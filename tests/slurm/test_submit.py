@@ -207,6 +207,38 @@ def test_sweep_takes_one_line_per_job(tmp_path):
     assert not (tmp_path / "pwned").exists()
 
 
+def test_container_job_runs_every_step_in_the_image(config, tmp_path, capsys):
+    """The rendered file under bash, with stand-ins for Slurm's commands that note what they get."""
+    logs, notes = tmp_path / "my logs", tmp_path / "notes"
+    options = ["--container-image=team/image:1", "--container-mounts=/data:/data,/m:/m:ro"]
+    options += ["--gpus-per-node=8", f"--log-dir={logs}", "--preflight=warn"]
+    assert main(["--config", str(config), "--dry-run", *options]) == 0
+    script = tmp_path / "job.sbatch"
+    script.write_text(capsys.readouterr().out)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, says in (("srun", ""), ("scontrol", "echo n1 NodeAddr=127.0.0.1")):
+        (commands / name).write_text(
+            f'#!/bin/bash\nprintf "%s\\n" {name} "$@" --- >>"{notes}"\n{says}\n'
+        )
+        (commands / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(script)], capture_output=True, text=True, cwd=tmp_path,
+        env={"PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "77",
+             "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": str(ROOT), "HOME": str(tmp_path)},
+    )  # fmt: skip
+    calls = [call.splitlines() for call in notes.read_text().split("---\n")]
+    steps = [call for call in calls if call[:1] == ["srun"]]
+    assert len(steps) == 3, done.stdout + done.stderr  # nodes, their verdict, training
+    for step in steps:
+        assert "--container-image=team/image:1" in step
+        mounts = f"--container-mounts={ROOT}:{ROOT},{logs}:{logs},/data:/data,/m:/m:ro"
+        assert mounts in step and f"--container-workdir={ROOT}" in step
+        assert "python" in step, "the container's interpreter"
+    assert str(ROOT / "launch/worker.sh") in steps[-1] and "train_ppo.py" in steps[-1]
+    assert "--rdzv-id=77" in steps[-1] and "--rdzv-endpoint=127.0.0.1:10077" in steps[-1]
+
+
 def test_submit_runs_sbatch_with_the_rendered_file(config, tmp_path, monkeypatch):
     """As a command, with an sbatch that only shows its argument."""
     fake = tmp_path / "bin/sbatch"
