@@ -250,3 +250,13 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     "training.distributed_optimizer": _DISTRIBUTED,
 }
 """Dotted foreign key -> what it means here."""
+
+
+def as_markdown() -> str:
+    """The table of docs/foreign_config.md: one line per meaning."""
+    rows: dict[int, tuple[list[str], str]] = {}
+    for dotted, key in FOREIGN_KEYS.items():
+        rows.setdefault(id(key), ([], key.meaning))[0].append(f"`{dotted}`")
+    lines = ["| key | meaning here |", "|---|---|"]
+    lines += [f"| {', '.join(names)} | {meaning} |" for names, meaning in rows.values()]
+    return "\n".join(lines) + "\n"

@@ -108,17 +108,20 @@ INSTALLED = {
 }
 
 
-def test_install_changes_nothing_that_is_there(source, tmp_path):
+@pytest.mark.parametrize("extra", ["", "[te]", "[te,dev]"])
+def test_install_changes_nothing_that_is_there(source, tmp_path, extra):
     for name, (version, requirements) in INSTALLED.items():
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
         lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
         lines += [f"Requires-Dist: {requirement}" for requirement in requirements]
+        lines += ["Provides-Extra: pytorch"] if name == "transformer-engine" else []
         (folder / "METADATA").write_text("\n".join(lines) + "\n")
         (folder / "INSTALLER").write_text("pip\n")
     report = tmp_path / "report.json"
     # Without an index, a version that is not good enough would be an error, not a download.
-    command = [*PIP, "install", "--dry-run", "--quiet", *OFFLINE, "--report", report, source]
+    command = [*PIP, "install", "--dry-run", "--quiet", *OFFLINE, "--report", report]
+    command.append(f"{source}{extra}")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     subprocess.run(command, check=True, env=environment, cwd=tmp_path)
     planned = [item["metadata"]["name"] for item in json.loads(report.read_text())["install"]]

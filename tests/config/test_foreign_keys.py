@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron_rl.config import Config, ConfigError, not_yet
-from megatron_rl.config.foreign_keys import FOREIGN_KEYS
+from megatron_rl.config.foreign_keys import FOREIGN_KEYS, as_markdown, translate
 from megatron_rl.config.schema import leaf_keys
 
 POST = """\
@@ -116,3 +116,97 @@ def test_no_foreign_key_hides_a_setting_of_ours() -> None:
     for dotted, key in FOREIGN_KEYS.items():
         assert not any(f"{name}.".startswith(f"{dotted}.") for name in ours), dotted
         assert key.meaning.endswith(".")
+
+
+OFFLOAD = {"enable": True, "offload_device": "cpu", "pin_memory": False, "num_threads": 2}
+DISTRIBUTED = (True, {"training.grad_reduce": "distributed_optimizer"})
+# One value for every row, and what it becomes; None: it is refused.
+EXAMPLES: dict[str, tuple[object, dict[str, object] | None]] = {
+    "training.rollout_batch_size": (32, {"rollout.batch_size": 32}),
+    "training.num_rollout_workers": (8, None),
+    "training.clip_grad_norm": (0.5, {"training.actor.clip_grad": 0.5}),
+    "clip_grad_norm": (0.5, {"training.critic.clip_grad": 0.5}),
+    "gradient_compression": (
+        {"enable": True, "method": "int8", "allreduce_fusion": True},
+        {"training.gradient_compression.allreduce_fusion": True},
+    ),
+    "enable_3d": (True, {}),
+    "enable_3d_hybrid": (True, {}),
+    "zero_repartitioning": (True, {"hybrid_engine.mode": "zero_repartitioning"}),
+    "actor_shard_strategy": ("tensor", {}),
+    "critic_shard_strategy": ("layer", {"model.critic.parallel": {"tp": 1, "pp": 4}}),
+    "micro_dp_size": (2, {"hybrid_engine.micro_dp_size": 2}),
+    **{
+        f"{role}_offload": (OFFLOAD, {f"hybrid_engine.{role}_offload": OFFLOAD})
+        for role in ("actor", "critic", "reference", "reward")
+    },
+    "reward_model_offload": (OFFLOAD, {"hybrid_engine.reward_offload": OFFLOAD}),
+    "checkpoint_config.save_interval": (5, {"checkpoint.save_interval": 5}),
+    "checkpoint_config.format": ("torch", {"checkpoint.format": "torch_dist"}),
+    "generation_backend": ("megatron", {"rollout.backend": "megatron"}),
+    "training_backend": ("megatron", {}),
+    "resource_pool": ({"gpus": 8}, None),
+    "lora": ({"r": 8}, None),
+    "model.lora": ({"r": 8}, None),
+    "training.lora": ({"r": 8}, None),
+    "parallel.distributed_optimizer": DISTRIBUTED,
+    "training.distributed_optimizer": DISTRIBUTED,
+}
+
+
+def nested(dotted: str, value: object) -> dict:
+    for key in reversed(dotted.split(".")):
+        value = {key: value}
+    return value
+
+
+def look_up(values: dict, dotted: str) -> object:
+    for key in dotted.split("."):
+        values = values[key]
+    return values
+
+
+@pytest.mark.parametrize("dotted", FOREIGN_KEYS)
+def test_every_row_does_what_it_says(dotted: str) -> None:
+    name = dotted.removeprefix("hybrid_engine.")
+    value, becomes = EXAMPLES[name]
+    values = {"parallel": {"tp": 4}} if "shard" in name else {}
+    if "shard" in name:
+        values["enable_3d"] = True
+    section, _, key = dotted.rpartition(".")
+    given = nested(dotted, value)
+    for outer, inner in given.items():
+        values[outer] = {**values.get(outer, {}), **inner} if section else inner
+    if becomes is None:
+        with pytest.raises(ConfigError, match=f"^{dotted} = "):
+            translate(values)
+        return
+    result = translate(values)
+    for ours, expected in becomes.items():
+        assert look_up(result, ours) == expected
+    assert key not in result.get(section, {}) if section else dotted not in result
+
+
+BOTH = ["enable_3d", "enable_3d_hybrid", "zero_repartitioning", "actor_shard_strategy",
+        "critic_shard_strategy", "micro_dp_size", "actor_offload", "critic_offload",
+        "reference_offload", "reward_offload", "reward_model_offload"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_key_in_both_places_is_an_error(name: str) -> None:
+    value = EXAMPLES[name][0]
+    with pytest.raises(ConfigError, match="keep one of them"):
+        translate({name: value, "hybrid_engine": {name: value}, "parallel": {"tp": 4}})
+
+
+def test_offload_without_a_device_is_an_error(post: Path, monkeypatch) -> None:
+    monkeypatch.setattr(not_yet, "NOT_YET", {})
+    with pytest.raises(ConfigError, match="actor_offload.offload_device = null: is required"):
+        Config.load(post, ["hybrid_engine.actor_offload={enable: true}"])
+    config = Config.load(post, ["actor_offload={enable: true, offload_device: cpu}"])
+    assert config.hybrid_engine.actor_offload.enable
+
+
+def test_the_page_shows_the_table() -> None:
+    page = Path(__file__).parents[2] / "docs" / "foreign_config.md"
+    assert page.read_text().endswith(f"-->\n{as_markdown()}"), "the comment there says how to renew"

@@ -51,7 +51,7 @@ def start(config: Path, rank: int, port: int, **variables: str) -> subprocess.Po
 
 def outcomes(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
     try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=400)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
