@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _PIPELINE = "pipeline_parallel/p2p_communication.py"
-_FOREIGN = ("site-packages", sysconfig.get_paths()["stdlib"])
+_FOREIGN = ("site-packages", "cuda_on_cpu.py", sysconfig.get_paths()["stdlib"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

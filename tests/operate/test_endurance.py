@@ -39,7 +39,7 @@ def test_nothing_grows_in_two_thousand_steps(tiny_model_dir, tmp_path):
     while all(process.is_alive() for process in attempt.processes):
         assert time.monotonic() < deadline, attempt.said
         try:
-            step = metrics.read_bytes().count(b"\\n") if metrics.exists() else 0
+            step = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             seen.append((step, observe(ranks)))
         except psutil.NoSuchProcess:
             break
