@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.convert.huggingface import HuggingFaceFolder
+from megatron_rl.convert.kinds import open_model
+from megatron_rl.convert.model_folder import ModelFolder
 from megatron_rl.hub import Named, model_folder
-from megatron_rl.models.families import Architecture, read_architecture
 from megatron_rl.once_per_node import NodeRank
 
 
@@ -53,8 +53,8 @@ def _named(config: Config, role: str) -> Named:
     )  # fmt: skip
 
 
-def read_model(config: Config, role: str, folder: Path) -> Architecture:
-    """The architecture of a model whose files hold all that it needs under the role's layout.
+def read_model(config: Config, role: str, folder: Path) -> ModelFolder:
+    """A model's folder, of any kind, whose files hold all that it needs under the role's layout.
 
     Reads the headers of the weights only, so that a file which is missing, cut short or another
     model's ends the run before any memory is used for it.
@@ -64,15 +64,14 @@ def read_model(config: Config, role: str, folder: Path) -> Architecture:
     """
     layout = config.role_parallel(role)
     try:
-        architecture = read_architecture(folder)
-        architecture.check_layout(
+        model = open_model(folder, role, full_precision=config.training.dtype == "fp32")
+        model.architecture.check_layout(
             tp=layout.tp, pp=layout.pp, vpp=layout.vpp, name=f"the {role} ({folder})"
         )
-        if role != "reward":  # rewards/model.py knows what it needs beyond the names
-            HuggingFaceFolder(folder, role).check()
-    except ConfigError:
-        raise
-    except ValueError as error:
+        model.check()
+    except (ValueError, OSError) as error:
+        if isinstance(error, ConfigError) and error.setting:
+            raise
         setting = f"model.{role}.path"
         raise ConfigError(f"{setting}: {error}", setting=setting) from error
-    return architecture
+    return model

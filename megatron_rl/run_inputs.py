@@ -12,6 +12,7 @@ from megatron_rl.algorithms.plugins import (
     load_function,
 )
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.convert.model_folder import ModelFolder
 from megatron_rl.hub import Named, is_data_id, is_hub_id, prompt_file, tokenizer_place
 from megatron_rl.model_inputs import model_folders, read_model
 from megatron_rl.models.families import Architecture
@@ -27,7 +28,7 @@ from megatron_rl.text import Tokenizer, load_tokenizer
 
 @dataclass(kw_only=True, slots=True)
 class RunInputs:
-    """Tokenizer, prompts, reward, and the architecture and local folder of each role."""
+    """Tokenizer, prompts, reward, and the local folder of each role and the model in it."""
 
     config: Config
     tokenizer: Tokenizer
@@ -35,8 +36,8 @@ class RunInputs:
     eval_file: PromptFile | None
     reward: RewardFunction | None
     reward_reader: SampleReader | None
-    architectures: dict[str, Architecture]
     folders: dict[str, Path]
+    models: dict[str, ModelFolder]
 
     @classmethod
     def check(cls, config: Config, reward: RewardFunction | None) -> RunInputs:
@@ -52,18 +53,17 @@ class RunInputs:
             wandb_mirror.check_installed()
         node = NodeRank.read()
         folders = model_folders(config, node)
-        architectures = {role: read_model(config, role, folders[role]) for role in folders}
+        models = {role: read_model(config, role, folders[role]) for role in folders}
+        architectures = {role: model.architecture for role, model in models.items()}
         actor = architectures["actor"]
         trained = [role for role in ("actor", "critic") if role in architectures]
         check_disk(config, [(role, architectures[role]) for role in trained])
         _check_vocabularies(config, architectures)
         _check_generation(config, actor)
-        tokenizer = _tokenizer(config, folders["actor"], actor, node)
+        tokenizer = _tokenizer(config, models["actor"].companion_folder, actor, node)
         reader = None
         if config.has_learned_reward:
-            reader = check_reward_model(
-                config, folders["reward"], architectures["reward"], tokenizer
-            )
+            reader = check_reward_model(config, models["reward"], tokenizer)
         limit = min(
             x for x in (config.data.max_prompt_length, config.rollout.max_length,
                         config.rollout.max_cache_len, actor.max_positions) if x is not None
@@ -80,11 +80,16 @@ class RunInputs:
         if "eval" in paths:
             eval_file = PromptFile(paths["eval"], setting="data.eval", **kwargs)
         return cls(
-            config=config, tokenizer=tokenizer, architectures=architectures, folders=folders,
+            config=config, tokenizer=tokenizer, folders=folders, models=models,
             eval_file=eval_file,
             stream=PromptStream(train, shuffle=config.data.shuffle, seed=config.seed),
             reward=_reward(config, reward), reward_reader=reader,
         )  # fmt: skip
+
+    @property
+    def architectures(self) -> dict[str, Architecture]:
+        """By role."""
+        return {role: model.architecture for role, model in self.models.items()}
 
     @property
     def may_be_late(self) -> bool:

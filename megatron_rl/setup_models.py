@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.comm.hierarchy import NodeGroups, build_node_groups
 from megatron_rl.config import Config
-from megatron_rl.convert.huggingface import load_huggingface
+from megatron_rl.convert.load import load_weights
 from megatron_rl.engine.optimizer import Trainable
 from megatron_rl.models.gpt import ParallelModel, build_model
 from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
@@ -103,7 +103,7 @@ def _model(
         trainable=trainable,
         window=config.rollout.max_cache_len if role in ("actor", "reference") else None,
     )  # fmt: skip
-    load_huggingface(model, inputs.folders[role], fresh_head=role == "critic")
+    load_weights(model, inputs.models[role], show=config.monitor.console and dist.get_rank() == 0)
     return model
 
 

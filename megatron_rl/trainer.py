@@ -98,6 +98,7 @@ class Trainer:
         self.last_metrics: dict[str, float] = {}
         states = {"trainer": self, "kl": self.kl, "prompts": self.inputs.stream}
         self.checkpoints = build_checkpoints(config, self.models, states)
+        self.checkpoints.add_companions(self.inputs.models["actor"].companions())
         with self.timer.phase("startup"):
             self._resume()
         self.monitor = RunMonitor(
@@ -193,7 +194,8 @@ class Trainer:
     def export(self, folder: str | Path) -> None:
         """Writes the actor as a Hugging Face folder."""
         export_huggingface(
-            self.models.actor.model, folder, source=self.inputs.folders["actor"],
+            self.models.actor.model, folder,
+            companions=self.inputs.models["actor"].companions(),
             dtype=self.config.training.dtype,
         )  # fmt: skip
         dist.barrier()

@@ -44,6 +44,7 @@ class RunState:
         states: JSON, the same on all ranks.
         rank_states: tensors and JSON of each rank's own.
         config: the run's settings as nested JSON; kept for people, compared on resume.
+        companions: contents of small files that travel with the model, by name.
     """
 
     groups: ParallelGroups
@@ -52,6 +53,7 @@ class RunState:
     states: dict[str, Stateful] = field(default_factory=dict)
     rank_states: dict[str, Stateful] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    companions: dict[str, bytes] = field(default_factory=dict)
 
     def layouts(self) -> dict[str, dict[str, int]]:
         """Layout of the run and of each role: per-rank states carry over only if all are equal."""
@@ -80,7 +82,7 @@ class RunState:
             tensors=sharded_tensors(entries, writing=True, copy_to_cpu=copy_to_cpu),
             nbytes=total_bytes(entries) + sum(t.nbytes for t in rank_tensors.values()),
             state_json=small_json({"roles": roles, "states": states, "config": self.config}),
-            rank_tree=rank_tree, rank_tensors=rank_tensors,
+            rank_tree=rank_tree, rank_tensors=rank_tensors, companions=self.companions,
         )  # fmt: skip
 
     def _role_record(self, trainable: Trainable) -> dict[str, Any]:
@@ -107,6 +109,11 @@ class RunState:
                 part; nothing has been changed then.
         """
         saved = json.loads((folder / STATE).read_text())
+        if "states" not in saved:
+            raise CheckpointError(
+                f"{folder} holds weights only, no run to go on with: start from it with "
+                "model.actor.path and set checkpoint.resume=auto"
+            )
         for role, trainable in self.trainables.items():
             _check_role(folder, role, trainable, saved["roles"].get(role))
         _check_names(folder, "state", set(self.states), set(saved["states"]))

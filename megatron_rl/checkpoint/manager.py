@@ -81,6 +81,10 @@ class CheckpointManager:
         """A state of each rank's own: tensors and JSON. It carries over to the same layout only."""
         self._run.rank_states[name] = stateful
 
+    def add_companions(self, files: dict[str, Path]) -> None:
+        """Small files that travel with the model (tokenizer and the like), read now."""
+        self._run.companions = {name: path.read_bytes() for name, path in files.items()}
+
     def save(self, step: int, *, metrics: dict[str, float] | None = None) -> Path:
         """Saves everything under `step`.
 

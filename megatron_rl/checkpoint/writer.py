@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from megatron_rl.checkpoint import faults
 from megatron_rl.checkpoint.agreement import on_all_ranks, on_first_rank
 from megatron_rl.checkpoint.folder import (
+    COMPANIONS,
     STATE,
     TENSORS,
     CheckpointError,
@@ -47,6 +48,8 @@ class Contents:
         nbytes: their size.
         state_json: text of the small state (rank 0's is written).
         rank_tree, rank_tensors: this rank's own state (see rank_files.snapshot).
+        companions: contents of small files that travel with the model, by name; rank 0's are
+            written.
     """
 
     step: int
@@ -58,6 +61,7 @@ class Contents:
     state_json: str
     rank_tree: Any
     rank_tensors: dict[str, torch.Tensor]
+    companions: dict[str, bytes]
 
 
 class _FaultyWriter(FileSystemWriter):
@@ -160,6 +164,10 @@ def _write_own_files(
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
         write_text(aside / STATE, contents.state_json)
         own += [folder / n for n in (".metadata", "common.pt", "metadata.json")] + [aside / STATE]
+        for name, data in contents.companions.items():
+            own.append(aside / COMPANIONS / name)
+            own[-1].parent.mkdir(parents=True, exist_ok=True)
+            own[-1].write_bytes(data)
     faults.reach("before_fsync", rank)
     for file in own:
         fsync(file)

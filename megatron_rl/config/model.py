@@ -25,7 +25,7 @@ class ModelRole:
     """Where the weights of one model come from and how they are laid out."""
 
     path: str | None = setting(None)
-    """Folder or hub id of the weights. Critic and reference: null starts from the actor's."""
+    """Model folder (of any kind) or hub id. Critic and reference: null starts from the actor's."""
     revision: str | None = setting(None)
     """Branch, tag or commit of a hub id; null takes the default branch."""
     parallel: RoleParallel | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,34 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.convert.companions import copy_companions
 from megatron_rl.convert.model_folder import ModelFolder, TensorInfo, head_of, stored_rules, whole
 from megatron_rl.convert.safetensors_file import SafetensorsWriter
 from megatron_rl.convert.staging import Advance, PlannedFile, fill_files
 from megatron_rl.models.families import FAMILIES, Architecture, config_json
-
-_COMPANIONS = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*",
-    "merges.txt", "added_tokens.json", "chat_template*", "additional_chat_templates/*",
-    "spiece.model", "sentencepiece*.model", "*.tiktoken",
-)  # fmt: skip
-
-
-def companion_files(folder: Path) -> dict[str, Path]:
-    """Files that travel with a model: name inside the folder → path."""
-    return {
-        str(path.relative_to(folder)): path
-        for pattern in _COMPANIONS
-        for path in sorted(folder.glob(pattern))
-        if path.is_file()
-    }
-
-
-def copy_companions(companions: dict[str, Path], folder: Path) -> None:
-    """Copies what `companion_files` found."""
-    for name, path in companions.items():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
 
 
 class ExportPlan:

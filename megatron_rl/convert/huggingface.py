@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.convert.companions import companion_files
 from megatron_rl.convert.hf_weights import HuggingFaceWeights
-from megatron_rl.convert.hf_writer import ExportPlan, companion_files
+from megatron_rl.convert.hf_writer import ExportPlan
 from megatron_rl.convert.load import load_weights
 from megatron_rl.convert.model_folder import (
     OUTPUT_BIAS,
@@ -78,10 +79,11 @@ class HuggingFaceFolder:
         for name, shape in expected.items():
             found = tuple(self.weights(name).get_shape())
             if found != shape:
+                head = name == "score.weight"
+                why = "a value head has num_labels=1" if head else "so says its config.json"
                 raise ValueError(
-                    f"{name} in {str(self.path)!r} has shape {found}, config.json asks for {shape}"
+                    f"{name} in {str(self.path)!r} has the shape {found}, expected {shape}: {why}"
                 )
-
         self._check_tied()
 
     def _check_tied(self) -> None:
@@ -143,6 +145,10 @@ class HuggingFaceFolder:
     def companions(self) -> dict[str, Path]:
         """See `ModelFolder`."""
         return companion_files(self.companion_folder)
+
+    def layout(self) -> dict[str, int]:
+        """See `ModelFolder`."""
+        return {}
 
     def details(self) -> dict[str, str]:
         """See `ModelFolder`."""
@@ -228,13 +234,17 @@ def _owning_stage(name: str, model: ParallelModel) -> int:
 
 
 def export_huggingface(
-    model: ParallelModel, folder: str | Path, *, source: str | Path | None, dtype: str,
+    model: ParallelModel, folder: str | Path, *, companions: dict[str, Path], dtype: str,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:  # fmt: skip
     """Writes a Hugging Face folder that transformers loads strictly.
 
     Collective over replica 0. The folder appears complete or not at all: it is written beside its
-    place and renamed. Configuration, tokenizer and generation files are copied from `source`.
+    place and renamed.
+
+    Args:
+        companions: files that travel with the model (`companion_files`); its config.json is the
+            base of the new one.
     """
     names = stored_rules(model.arch, model.head)
     if model.head == "value":
@@ -247,7 +257,7 @@ def export_huggingface(
         plan = ExportPlan(
             {n: TensorInfo(shape=s, dtype=DTYPES[dtype]) for n, s in shapes.items()},
             lambda name: _expect(name, next(tensors)), architecture=model.arch, role=model.role,
-            companions=companion_files(Path(source)) if source else {}, max_bytes=max_shard_bytes,
+            companions=companions, max_bytes=max_shard_bytes,
         )  # fmt: skip
         fresh = {"export": uuid.uuid4().hex}  # never goes on with an earlier one
         carry_out(plan, Path(folder), identity=fresh, label="exporting", overwrite=True)

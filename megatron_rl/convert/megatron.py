@@ -32,7 +32,7 @@ from megatron_rl.checkpoint.folder import (
     record_of,
     write_text,
 )
-from megatron_rl.convert.hf_writer import companion_files, copy_companions
+from megatron_rl.convert.companions import companion_files, copy_companions
 from megatron_rl.convert.model_folder import (
     OUTPUT_BIAS,
     OUTPUT_WEIGHT,
@@ -188,6 +188,11 @@ class MegatronFolder:
     def companions(self) -> dict[str, Path]:
         """See `ModelFolder`."""
         return companion_files(self.companion_folder)
+
+    def layout(self) -> dict[str, int]:
+        """See `ModelFolder`."""
+        sizes = self.manifest.layouts.get("run", {})
+        return {axis: sizes[axis] for axis in ("tp", "pp", "vpp") if sizes.get(axis, 1) > 1}
 
     def details(self) -> dict[str, str]:
         """See `ModelFolder`."""

@@ -79,6 +79,9 @@ class ModelFolder(Protocol):
         """Files that travel with the model (config.json, tokenizer, chat template, generation
         settings): name inside the folder → path."""
 
+    def layout(self) -> dict[str, int]:
+        """tp, pp and vpp of the run that saved it; empty where there was none."""
+
     def details(self) -> dict[str, str]:
         """What `inspect` shows beside architecture and sizes."""
 

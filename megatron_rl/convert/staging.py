@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_rl.checkpoint import faults
 from megatron_rl.checkpoint.folder import fsync, put_in_place, write_text
 from megatron_rl.convert.progress import Progress
 
@@ -85,8 +86,11 @@ def carry_out(
             f"the file system of {target.parent} is full: free some space and run the same command "
             "again, it goes on with the file it was at"
         ) from error
+    for path in aside.rglob("*"):
+        fsync(path)
     shutil.rmtree(aside / _RECORDS)
     fsync(aside)
+    faults.reach("before_rename", 0)
     put_in_place(aside, target)
     return skipped
 
@@ -95,11 +99,13 @@ def _write(plan: Plan, file: PlannedFile, aside: Path, advance: Advance) -> dict
     final = aside / file.name
     final.parent.mkdir(parents=True, exist_ok=True)
     writing = final.with_name(f"{final.name}.writing")
+    faults.reach("before_shard", 0)
     record = plan.write(file, writing, advance)
     writing.rename(final)
     fsync(final.parent)
     text = json.dumps({"file": file.name, "size": final.stat().st_size, "record": record})
     write_text(aside / _RECORDS / f"{final.name}.json", text)
+    faults.reach("after_shard", 0)
     return record
 
 

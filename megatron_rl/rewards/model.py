@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.convert.huggingface import HuggingFaceFolder
+from megatron_rl.convert.model_folder import ModelFolder
 from megatron_rl.engine.microbatch import MicroBatch, pack, partition
 from megatron_rl.engine.passes import share_from_last_stage
 from megatron_rl.engine.schedule import forward_only
-from megatron_rl.models.families import Architecture
 from megatron_rl.models.gpt import ParallelModel
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.prompts import as_conversation
@@ -113,17 +111,17 @@ def learned_scores(
 
 
 def check_reward_model(
-    config: Config, folder: Path, arch: Architecture, actor_tokenizer: Tokenizer
+    config: Config, model: ModelFolder, actor_tokenizer: Tokenizer
 ) -> SampleReader:
-    """Checks the folder's head and tokenizer, and decides how samples are read.
+    """Checks the tokenizer beside a reward model, and decides how samples are read.
 
     Raises:
-        ConfigError: for weights that are not the architecture's or lack a scalar head, a tokenizer
-            that does not fit, or samples that may be longer than the model's context.
+        ConfigError: for a tokenizer that does not fit, or samples that may be longer than the
+            model's context.
     """
+    arch = model.architecture
     try:
-        HuggingFaceFolder(folder, "reward").check()
-        tokenizer = _own_tokenizer(folder, config, arch, actor_tokenizer)
+        tokenizer = _own_tokenizer(model, config, actor_tokenizer)
     except ConfigError:
         raise
     except ValueError as error:
@@ -131,7 +129,7 @@ def check_reward_model(
     reader = SampleReader(
         tokenizer=tokenizer, max_positions=arch.max_positions,
         chat_key=config.data.prompt_key if config.data.chat_template else None,
-        pad_id=json.loads((folder / "config.json").read_text()).get("pad_token_id"),
+        pad_id=_pad_id(model),
     )  # fmt: skip
     longest = config.rollout.longest_sequence(config.data.max_prompt_length)
     if tokenizer is None and longest is not None and longest > arch.max_positions:
@@ -143,11 +141,15 @@ def check_reward_model(
     return reader
 
 
-def _own_tokenizer(
-    folder: Path, config: Config, arch: Architecture, actor: Tokenizer
-) -> Tokenizer | None:
+def _pad_id(model: ModelFolder) -> int | None:
+    path = model.companions().get("config.json")
+    return json.loads(path.read_text()).get("pad_token_id") if path else None
+
+
+def _own_tokenizer(model: ModelFolder, config: Config, actor: Tokenizer) -> Tokenizer | None:
     """The folder's tokenizer where it reads samples differently from the actor's, else None."""
     own, settings = None, config.model.tokenizer
+    folder, arch = model.companion_folder, model.architecture
     if any(folder.glob("tokenizer.model" if settings.type == "sentencepiece" else "tokenizer*")):
         own = load_tokenizer(folder, settings, trust_remote_code=config.model.trust_remote_code)
     tokenizer = own or actor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.cuts import cut_of, pieces
-from megatron_rl.convert.hf_writer import companion_files
+from megatron_rl.convert.companions import companion_files
 from megatron_rl.convert.megatron_lm.arguments import architecture_of, get
 from megatron_rl.convert.megatron_lm.locate import find_iteration
 from megatron_rl.convert.megatron_lm.stores import (
@@ -126,6 +126,14 @@ class MegatronLMFolder:
         """The tokenizer's files; a config.json beside them may describe another model."""
         found = companion_files(self.companion_folder)
         return {name: path for name, path in found.items() if name != "config.json"}
+
+    def layout(self) -> dict[str, int]:
+        """See `ModelFolder`."""
+        sizes = {
+            axis: get(self._store.arguments, f"{name}_model_parallel_size", default=1)
+            for axis, name in (("tp", "tensor"), ("pp", "pipeline"))
+        }
+        return {axis: size for axis, size in sizes.items() if size > 1}
 
     def details(self) -> dict[str, str]:
         """See `ModelFolder`."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.folder import write_text
-from megatron_rl.convert.hf_writer import copy_companions
+from megatron_rl.convert.companions import copy_companions
 from megatron_rl.convert.megatron_lm.arguments import VOCABULARY_MULTIPLE, arguments_of
 from megatron_rl.convert.megatron_lm.locate import TRACKER
 from megatron_rl.convert.megatron_lm.naming import megatron_lm_name, split_layer
