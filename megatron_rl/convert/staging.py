@@ -79,8 +79,10 @@ def carry_out(
             for file in left:
                 records[file.name] = _write(plan, file, aside, progress.advance)
             plan.finish(aside, records)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except (OSError, RuntimeError) as error:
+        # torch.save raises an error of its own while it handles that of the file.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError) or reason.errno != errno.ENOSPC:
             raise
         raise ValueError(
             f"the file system of {target.parent} is full: free some space and run the same command "
