@@ -179,6 +179,15 @@ CASES = {
         lambda m, f: {"algorithm__advantage_function": "tests.trainer.run_case:nothing"},
         ["algorithm.advantage_function", "no function 'nothing'"],
     ),
+    "packed_attention_on_the_cpu": (
+        lambda m, f: {"model__attention_backend": "varlen", "training__dtype": "bf16"},
+        ["model.attention_backend is 'varlen'", "on the CPU", "attention_backend=torch"],
+    ),
+    "full_kl_between_vocabularies": (
+        lambda m, f: {"model__reference": {"path": copy_model(m, f, vocab_size=300)},
+                      "algorithm__kl": {"placement": "loss", "estimator": "full", "coef": 0.1}},
+        ["algorithm.kl.estimator is 'full'", "'reference': 300", "k3"],
+    ),
     "stop_text_of_several_tokens": (
         lambda m, f: {"rollout__stop": ["\n", "end"]},
         ["rollout.stop", "'end'", "3 tokens", "rollout.stop_token_ids"],
