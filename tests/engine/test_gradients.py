@@ -12,15 +12,10 @@ from tests.engine import training_case as case
 
 LAYOUTS = {
     "one_rank": dict(world=1), "dp2_three_unequal_micro_batches": dict(world=2, mbs=1),
-    "tp2": dict(world=2, tp=2, mbs=2), "tp2_sp": dict(world=2, tp=2, sp=True, mbs=2),
-    "pp2": dict(world=2, pp=2, mbs=1), "pp2_vpp2": dict(world=2, pp=2, vpp=2, mbs=2),
     "tp2_pp2_sp": dict(world=4, tp=2, pp=2, sp=True, mbs=4),
-    "dp2_tp2": dict(world=4, tp=2, mbs=3), "dp2_pp2": dict(world=4, pp=2, mbs=2),
-    "recompute_full": dict(world=2, tp=2, sp=True, recompute="full"),
-    "recompute_selective": dict(world=2, pp=2, recompute="selective", mbs=3),
-    "dp4_inert": dict(world=4, mbs=1), "dp2_manual": dict(world=2, mbs=1, one_all_reduce=True),
-    "dp2_tp2_manual": dict(world=4, tp=2, sp=True, mbs=2, one_all_reduce=True),
+    "pp2_vpp2_manual": dict(world=4, pp=2, vpp=2, mbs=2, one_all_reduce=True),
 }  # fmt: skip
+"""One of each kind for every family; all layouts are compared in test_invariance.py."""
 
 
 def gradients(rank, world, folder, spec):

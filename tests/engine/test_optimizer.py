@@ -135,19 +135,16 @@ def test_small_updates_survive_in_fp32_main_weights(ranks, tiny_model):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_critic_trains_alike_on_every_layout(ranks, tiny_model, dtype):
-    """The value head is fp32, zero at first, right under SP and on the last stage."""
+def test_bf16_critic_trains_alike_on_every_layout(ranks, tiny_model):
+    """Its value head is fp32 and zero at first; test_invariance.py compares fp32 critics."""
     folder = str(tiny_model("llama_tied"))
-    spec = dict(role="critic", optimizer="adam", lr=1e-2, dtype=dtype)
+    spec = dict(role="critic", optimizer="adam", lr=1e-2, dtype="bf16")
     one = ranks(1, train, folder, spec, 4)[0]
     assert one[3]["score.weight"].abs().max() > 0
-    if dtype == "bf16":
-        assert one[3]["score.weight"].dtype == torch.float32
-    tolerance = 1e-4 if dtype == "fp32" else 0.05
-    for change, world in ((dict(tp=2, sp=True), 2), (dict(tp=2), 2), (dict(pp=2), 2), ({}, 2)):
-        other = ranks(world, train, folder, {**spec, **change}, 4)[0]
-        assert other[0] == pytest.approx(one[0], rel=tolerance, abs=tolerance), change
+    assert one[3]["score.weight"].dtype == torch.float32
+    for change in (dict(tp=2, sp=True), dict(tp=2), dict(pp=2), {}):
+        other = ranks(2, train, folder, {**spec, **change}, 4)[0]
+        assert other[0] == pytest.approx(one[0], rel=0.05, abs=0.05), change
 
 
 @pytest.mark.ranks

@@ -41,15 +41,25 @@ def test_logged_kl_is_measured_before_it_shapes_a_reward(ranks, tiny_model_dir, 
     assert small["value/return"] != large["value/return"], "the KL is part of the reward"
 
 
+SAMPLING = {
+    "greedy": dict(rollout__temperature=0.0),
+    "cut": dict(rollout__temperature=0.7, rollout__top_k=20, rollout__top_p=0.8),
+}
+
+
 @pytest.mark.ranks
-def test_greedy_rollout_reports_untempered_logprobs(ranks, tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("name", SAMPLING)
+def test_training_logprobs_are_of_the_distribution_that_was_sampled(
+    ranks, tiny_model_dir, tmp_path, name
+):
+    """Greedy reports untempered log-probs; top-k and top-p renormalise in training, too."""
     values = run_case.settings(
-        str(tiny_model_dir), tmp_path, rollout__n=1, rollout__temperature=0.0,
-        training__mini_batch_size=None, training__epochs=1,
+        str(tiny_model_dir), tmp_path, rollout__n=1, training__mini_batch_size=None,
+        training__epochs=1, **SAMPLING[name],
     )  # fmt: skip
     (metrics,) = ranks(1, run_case.run, values, 1)[0]
     assert metrics["drift/max_abs"] < 1e-4 and metrics["policy/ratio"] == 1.0
-    assert metrics["policy/entropy"] > 0.1, "the distribution is not the greedy one"
+    assert metrics["policy/entropy"] > 0.1, "not the distribution of greedy choices"
 
 
 def draws(rank, world, values):
