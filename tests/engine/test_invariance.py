@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+import transformers
 
 from tests.engine import invariance_case as case
 from tests.engine.mutations import MUTATIONS
@@ -73,6 +75,40 @@ def test_the_objectives_have_something_to_differ_in(one_rank):
     assert metrics["clipfrac"] > 0.1 and metrics["dual_clipfrac"] > 0 and metrics["kl_loss"] > 0
     assert one_rank[0]("sgd")["grpo"]["metrics"]["kl"] > 0.1, "the full KL"
     assert one_rank[0]("sgd")["grpo"]["metrics"]["ratio"] == 1.0
+
+
+def plain_grpo(folder: str, reference_folder: str, rollout_BR: torch.Tensor) -> dict:
+    """GRPO's gradients with the exact KL, by transformers and autograd in float64, one sample at a
+    time: −A·r·min(π / π_rollout, cap) + coef·KL(π ‖ reference), the mean of each response's mean."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, reference = (load(f, dtype=torch.float64) for f in (folder, reference_folder))
+    sequences, draw, mask_BR = case.rollout()
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (tokens, (prompt, length)) in enumerate(zip(sequences, case.LENGTHS, strict=True)):
+        logp_RV, other_RV = (
+            (m(tokens[None]).logits[0, prompt - 1 : -1] / 0.9).log_softmax(-1)
+            for m in (model, reference)
+        )
+        kl_R = (logp_RV.exp() * (logp_RV - other_RV.detach())).sum(-1)
+        logp_R = logp_RV.gather(1, tokens[prompt:, None]).squeeze(1)
+        ratio_R = (logp_R - logp_R.detach()).exp()
+        weight_R = (logp_R.detach() - rollout_BR[i, :length].double()).exp().clamp(max=1.02)
+        loss_R = -draw["advantages"][i, :length] * ratio_R * weight_R + 0.2 * kl_R
+        live_R = mask_BR[i, :length].bool()
+        total = total + loss_R[live_R].mean() / len(sequences)
+    total.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.ranks
+def test_one_rank_equals_plain_autograd_with_the_full_kl(folders, one_rank):
+    measured, logp_BR = one_rank
+    gradients = measured("sgd")["grpo"]["gradients"]
+    expected = plain_grpo(*folders, logp_BR + case.rollout()[1]["drift"])
+    assert gradients.keys() == expected.keys()
+    for name, want in expected.items():
+        error = (gradients[name].double() - want).abs().max() / want.abs().max()
+        assert error < 2e-5, f"{name}: {error:.1e}"
 
 
 @pytest.mark.ranks
