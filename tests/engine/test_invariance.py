@@ -78,8 +78,10 @@ def test_the_objectives_have_something_to_differ_in(one_rank):
 
 
 def plain_grpo(folder: str, reference_folder: str, rollout_BR: torch.Tensor) -> dict:
-    """GRPO's gradients with the exact KL, by transformers and autograd in float64, one sample at a
-    time: −A·r·min(π / π_rollout, cap) + coef·KL(π ‖ reference), the mean of each response's mean."""
+    """GRPO's gradients with the exact KL, by transformers and autograd in float64.
+
+    The mean over responses of the mean of −A·r·min(π / π_rollout, cap) + coef·KL(π ‖ reference).
+    """
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, reference = (load(f, dtype=torch.float64) for f in (folder, reference_folder))
     sequences, draw, mask_BR = case.rollout()
