@@ -102,6 +102,7 @@ def _model(
         backend=config.model.layer_spec, attention=config.model.attention_backend,
         trainable=trainable,
         window=config.rollout.max_cache_len if role in ("actor", "reference") else None,
+        fp32_logits=config.training.fp32_logits,
     )  # fmt: skip
     load_weights(model, inputs.models[role], show=config.monitor.console and dist.get_rank() == 0)
     return model

@@ -78,6 +78,8 @@ class TrainingSettings:
     """Sequences of a micro-batch stand right behind one another; false pads them to the longest."""
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32")
     """Type of weights and activations; gradients are reduced and applied in fp32."""
+    fp32_logits: bool = setting(True)
+    """Logits of half precision products stay fp32; false rounds them, for half the memory."""
     grad_reduce: Literal["ddp", "distributed_optimizer", "manual"] = setting(
         "distributed_optimizer"
     )

@@ -63,7 +63,10 @@ def full_kl(
     """
     ref_NV = logits_NV.detach()
     if not micro.inert:
-        ref_NV = vocabulary_logits(micro.reference_NE, reference.chunks[-1].head_weight()).detach()
+        weight_VE = reference.chunks[-1].head_weight().detach()
+        ref_NV = vocabulary_logits(
+            micro.reference_NE, weight_VE, fp32=reference.config.fp32_logits
+        )
     return vocab_parallel_kl(
         logits_NV, ref_NV, temperature=config.rollout.temperature or 1.0, **_vocabulary_shard(model)
     )

@@ -31,6 +31,7 @@ class ModelConfig(TransformerConfig):
     rope: Rope = field(default_factory=Rope)
     packed_attention: str = "auto"
     window: int | None = None
+    fp32_logits: bool = True
 
 
 class RLModel(GPTModel):
@@ -58,7 +59,7 @@ class RLModel(GPTModel):
             return hidden_NE
         if self.head == "value":
             return self.output_layer(hidden_NE)
-        return vocabulary_logits(hidden_NE, self.head_weight())
+        return vocabulary_logits(hidden_NE, self.head_weight(), fp32=self.config.fp32_logits)
 
     def head_weight(self) -> Tensor:
         """Vocabulary rows `[V/tp, E]` of the output layer (the embedding's where tied)."""
@@ -124,6 +125,7 @@ def transformer_config(
     arch: Architecture, groups: ParallelGroups, *, dtype: str, sp: bool, recompute: str,
     attention: str = "auto",
     window: int | None = None,
+    fp32_logits: bool = True,
 ) -> ModelConfig:  # fmt: skip
     """Megatron's configuration of `arch` under a layout.
 
@@ -149,6 +151,7 @@ def transformer_config(
         qk_layernorm=arch.qk_norm, hidden_dropout=0.0, attention_dropout=0.0, rope=arch.rope,
         packed_attention=attention,
         window=window,
+        fp32_logits=fp32_logits,
         params_dtype=torch_dtype, pipeline_dtype=torch_dtype, bf16=dtype == "bf16",
         fp16=dtype == "fp16", tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -171,6 +174,7 @@ def build_model(
     role: str, arch: Architecture, groups: ParallelGroups, *, dtype: str = "fp32", sp: bool = False,
     recompute: str = "none", backend: str = "auto", attention: str = "auto",
     trainable: bool = False, window: int | None = None,
+    fp32_logits: bool = True,
 ) -> ParallelModel:  # fmt: skip
     """Allocates this rank's part of a model; the weights are still to be loaded.
 
@@ -182,8 +186,9 @@ def build_model(
     layout = groups.layout
     arch.check_layout(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, name=f"the {role} model")
     config = transformer_config(
-        arch, groups, dtype=dtype, sp=sp, recompute=recompute, attention=attention, window=window
-    )
+        arch, groups, dtype=dtype, sp=sp, recompute=recompute, attention=attention, window=window,
+        fp32_logits=fp32_logits,
+    )  # fmt: skip
     if backend == "auto":
         on_gpu = torch.cuda.is_available()
         backend = "te" if on_gpu and transformer_engine_available() else "local"

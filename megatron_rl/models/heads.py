@@ -8,6 +8,8 @@ size, V vocabulary rows on this TP rank.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
@@ -41,9 +43,49 @@ def select_rows(
     return hidden_TE if rows_N is None else hidden_TE.index_select(0, rows_N)
 
 
-def vocabulary_logits(hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:
-    """Logits `[N, V]` of this rank's vocabulary shard, in the weights' dtype."""
+def vocabulary_logits(hidden_NE: Tensor, weight_VE: Tensor, *, fp32: bool = True) -> Tensor:
+    """Logits `[N, V]` of this rank's vocabulary shard.
+
+    Args:
+        fp32: keep the sums of half precision products in fp32. Rounded to bf16, a logit of 10 is
+            off by up to 0.03, which the log-probs of two paths that differ in the last bit show.
+            False: in the weights' dtype, half the memory.
+    """
+    if fp32 and weight_VE.dtype in (torch.bfloat16, torch.float16):
+        return _FullPrecisionLogits.apply(hidden_NE, weight_VE)
     return F.linear(hidden_NE, weight_VE)
+
+
+class _FullPrecisionLogits(torch.autograd.Function):
+    """hidden · weightᵀ of half precision factors with an fp32 result; the backward's products are
+    those of an ordinary linear layer in half precision."""
+
+    @staticmethod
+    def forward(ctx, hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_NE, weight_VE)
+        if hidden_NE.is_cuda and _products_keep_fp32():
+            return torch.mm(hidden_NE, weight_VE.t(), out_dtype=torch.float32)
+        return hidden_NE.float() @ weight_VE.float().t()
+
+    @staticmethod
+    def backward(ctx, grad_NV: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden_NE, weight_VE = ctx.saved_tensors
+        grad_NV = grad_NV.to(weight_VE.dtype)
+        needs_hidden, needs_weight = ctx.needs_input_grad
+        return (
+            grad_NV @ weight_VE if needs_hidden else None,
+            grad_NV.t() @ hidden_NE if needs_weight else None,
+        )
+
+
+@functools.cache
+def _products_keep_fp32() -> bool:
+    """Whether this torch multiplies half precision on the GPU into fp32 (`out_dtype`, 2.8)."""
+    one = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+    try:
+        return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
+    except (TypeError, RuntimeError):
+        return False
 
 
 class ValueHead(torch.nn.Module):

@@ -68,7 +68,11 @@ def train(trainer_class: type, config_class: type, folder, out, **options: Any) 
         max_steps=4, num_iterations=2, learning_rate=3e-3, seed=0, disable_tqdm=True, **options,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompts = datasets.Dataset.from_dict({"prompt": ["one two", "abc", "x", "hello there"] * 4})
+    # A name of its own: hashing the table's contents needs what pyarrow can't pickle.
+    table = datasets.table.InMemoryTable.from_pydict(
+        {"prompt": ["one two", "abc", "x", "hello there"] * 4}
+    )
+    prompts = datasets.Dataset(table, fingerprint="prompts")
     trainer = watched(trainer_class)(
         model=model, reward_funcs=rewards, args=config, train_dataset=prompts,
         processing_class=transformers.AutoTokenizer.from_pretrained(folder),
