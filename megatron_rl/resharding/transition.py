@@ -101,8 +101,9 @@ class MicroDP:
         groups = ParallelGroups(layout=layout)
         arch = replace(model.arch, padded_for=train.tp)
         self.model = build_model(
-            "actor", arch, groups, dtype=dtype, backend=backend, window=model.config.window
-        )
+            "actor", arch, groups, dtype=dtype, backend=backend, window=model.config.window,
+            fp32_logits=model.config.fp32_logits,
+        )  # fmt: skip
         self._parameters = weights_by_spec(self.model, self.plan.specs)
         self._check_shapes()
         for parameter in self._parameters.values():
