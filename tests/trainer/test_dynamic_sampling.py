@@ -1,4 +1,4 @@
-"""Layer: gloo ranks. Dynamic sampling in whole runs: every layout, exact resume; tiny mini-batches.
+"""Layer: gloo ranks. Dynamic sampling and the full KL in whole runs: layouts, exact resume.
 
 The parts alone are in tests/rollout/test_exchange.py.
 """
@@ -16,9 +16,10 @@ def values(model, folder, **changes):
     return run_case.settings(
         str(model), folder,
         **{
-            "algorithm__name": "grpo", "algorithm__kl": {"placement": "none"},
+            "algorithm__name": "grpo",
+            "algorithm__kl": {"placement": "loss", "estimator": "full", "coef": 0.2},
             "algorithm__dynamic_sampling": {"enable": True, "max_batches": 8},
-            "model__reference": {"enable": False}, "rollout__n": 3, "rollout__batch_size": 4,
+            "rollout__n": 3, "rollout__batch_size": 4,
             "training__mini_batch_size": 6, "training__epochs": 1,
             "reward": {"function": "tests.trainer.run_case:starts_small"}, **changes,
         },
@@ -42,6 +43,7 @@ def one_rank(ranks, tiny_model_dir, tmp_path_factory):
 def test_dynamic_sampling_is_the_same_on_every_layout(ranks, tiny_model_dir, tmp_path, one_rank):
     assert max(m["sampling/batches"] for m in one_rank) > 1, "the case must have to draw again"
     assert all(0 < m["reward/mean"] < 1 for m in one_rank), "only mixed groups are kept"
+    assert one_rank[-1]["kl/loss"] > 1e-4, "the policy has moved away from the reference"
     for world, changes in ((2, {}), (4, {"parallel__tp": 2})):
         folder = tmp_path / str(world)
         folder.mkdir()
