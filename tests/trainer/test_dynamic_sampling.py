@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.trainer import run_case
-
-NOT_COMPARED = ("perf/", "drift/")
+from tests.trainer.test_layouts_agree import NOT_COMPARED
 
 
 def values(model, folder, **changes):
