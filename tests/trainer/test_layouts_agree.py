@@ -18,7 +18,9 @@ LAYOUTS = {
              training__max_tokens_per_micro_batch=80),
     ),
 }  # fmt: skip
-NOT_COMPARED = ("perf/", "value/skipped", "drift/")
+NOT_COMPARED = (
+    "perf/", "throughput/", "spread/", "memory/", "mfu/", "hardware/", "value/skipped", "drift/",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
