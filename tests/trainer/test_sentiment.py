@@ -34,6 +34,7 @@ def test_sentiment_example(ranks, smollm2_path, tmp_path, capsys):
         f"data.train={movies / 'prompts_train.jsonl'}",
         f"data.eval={movies / 'prompts_heldout.jsonl'}", f"run_dir={tmp_path / 'run'}",
         "rollout.batch_size=6", "rollout.max_new_tokens=4", "training.steps=2",
+        "training.mini_batch_size=3",
         "monitor.console=false",
     ])  # fmt: skip
     for steps in ranks(2, run_case.run, config.to_dict(), 2):
