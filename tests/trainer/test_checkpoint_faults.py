@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import time
@@ -14,7 +13,7 @@ import pytest
 from megatron_rl.checkpoint import faults
 from tests.trainer import run_case
 from tests.trainer.resume_run import OF_THE_MACHINE
-from tests.trainer.test_failures import launch
+from tests.trainer.test_failures import launch, reward_file
 
 
 def short(model: Path, folder: Path, **changes) -> dict:
@@ -95,20 +94,28 @@ def test_a_second_run_in_the_same_folder_is_refused(tiny_model_dir, tmp_path):
 def test_a_full_disk_ends_the_run_and_keeps_the_earlier_checkpoint(
     tiny_model_dir, tmp_path, small_disk
 ):
+    """It fills up while the run is going: at the start there was room."""
+    ballast = small_disk / "ballast"
+    fill = (
+        f"import shutil; calls == 1 and open({str(ballast)!r}, 'wb').write("
+        f"bytes(shutil.disk_usage({str(small_disk)!r}).free - 100_000))"
+    )
     values = short(
         tiny_model_dir, tmp_path, checkpoint__dir=str(small_disk / "checkpoints"),
         algorithm__name="grpo", algorithm__kl={"placement": "none"},
+        reward={"function": reward_file(tmp_path, "pass")},
     )  # fmt: skip
     values["training"]["steps"] = 2
-    assert finish(tmp_path, values, 1)[0] == 0
+    code, error = finish(tmp_path, values, 1)
+    assert code == 0, error
     values["training"]["steps"] = 4
-    ballast = small_disk / "ballast"
-    ballast.write_bytes(b"\1" * (shutil.disk_usage(small_disk).free - 100_000))
+    reward_file(tmp_path, fill)
     code, error = finish(tmp_path, values, 1)
     assert code == 2 and "MiB free" in error and "earlier checkpoints are untouched" in error, error
     names = sorted(p.name for p in (small_disk / "checkpoints").iterdir() if p.name[0] != ".")
     assert names == ["latest", "step_00000002"]
     ballast.unlink()
+    reward_file(tmp_path, "pass")
     code, error = finish(tmp_path, values, 1)
     assert code == 0, error
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
