@@ -149,12 +149,14 @@ def _check_generation(config: Config, actor: Architecture) -> None:
     engine, parallel = config.hybrid_engine, config.parallel
     if engine.mode == "zero_repartitioning":
         return
-    tp, pp = engine.generation_layouts(parallel.tp, parallel.pp)[0]
+    layouts = engine.generation_layouts(parallel.tp, parallel.pp)
+    tp, pp = layouts[0]
     try:
-        check_generation_layout(
-            actor, tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, generation_tp=tp,
-            generation_pp=pp,
-        )  # fmt: skip
+        for tp, pp in layouts if engine.mode == "auto" else layouts[:1]:
+            check_generation_layout(
+                actor, tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, generation_tp=tp,
+                generation_pp=pp,
+            )  # fmt: skip
     except ValueError as error:
         raise ConfigError(
             f"hybrid_engine.mode is {engine.mode!r} with generation tp={tp} pp={pp}: {error}; use "

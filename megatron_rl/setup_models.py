@@ -13,11 +13,17 @@ from megatron_rl.comm.hierarchy import NodeGroups, build_node_groups
 from megatron_rl.config import Config
 from megatron_rl.convert.load import load_weights
 from megatron_rl.engine.optimizer import Trainable
+from megatron_rl.generation.cache import free_memory
+from megatron_rl.generation.engine import Engine
 from megatron_rl.models.gpt import ParallelModel, build_model
+from megatron_rl.models.shared_embedding import read_embedding_of
 from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
+from megatron_rl.resharding.cost_model import Work, choose
+from megatron_rl.resharding.speeds import measure_speeds
 from megatron_rl.resharding.transition import MicroDP, Transition, ZeroRepartitioning
 from megatron_rl.rollout.collect import engine_settings
 from megatron_rl.run_inputs import RunInputs
+from megatron_rl.runtime import log
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +35,11 @@ class Models:
     reference: ParallelModel | None
     reward: ParallelModel | None
     transition: Transition
+
+    @property
+    def engine(self) -> Engine:
+        """What generates on this rank."""
+        return self.transition.engine
 
     def start_critic_at(self, scores_B: Tensor, groups: ParallelGroups) -> None:
         """Sets a fresh value head's bias to the mean score of the first rollout.
@@ -52,7 +63,10 @@ def build_models(config: Config, inputs: RunInputs, world_size: int) -> Models:
     groups = _groups_by_role(config, inputs, world_size)
     seed_model_parallel(config.seed, groups["actor"])
     actor = _trainable("actor", config, inputs, groups["actor"])
-    critic = _trainable("critic", config, inputs, groups["critic"]) if config.has_critic else None
+    critic = None
+    if config.has_critic:
+        shared = actor.model if config.hybrid_engine.share_embeddings else None
+        critic = _trainable("critic", config, inputs, groups["critic"], embedding_of=shared)
     frozen = {
         role: _model(role, config, inputs, groups[role], trainable=False)
         for role in ("reference", "reward")
@@ -65,17 +79,43 @@ def build_models(config: Config, inputs: RunInputs, world_size: int) -> Models:
 
 
 def _transition(config: Config, actor: ParallelModel, inputs: RunInputs) -> Transition:
-    """The configured way to generation."""
+    """The configured way to generation, or the one that is estimated to be fastest."""
     engine, settings = config.hybrid_engine, engine_settings(config)
     if engine.mode == "zero_repartitioning":
         return ZeroRepartitioning(actor, settings, inputs.tokenizer.decode)
     train = actor.groups.layout
-    tp, pp = engine.generation_layouts(train.tp, train.pp)[0]
+    layouts = engine.generation_layouts(train.tp, train.pp)
+    tp, pp = layouts[0] if engine.mode == "micro_dp" else _fastest(config, actor, layouts)
+    if (tp, pp) == (train.tp, train.pp):
+        return ZeroRepartitioning(actor, settings, inputs.tokenizer.decode)
     return MicroDP(
         actor, train.generation_layout(tp=tp, pp=pp), settings, dtype=config.training.dtype,
         backend=config.model.layer_spec, keep=engine.keep_generation_weights,
         decode=inputs.tokenizer.decode,
     )  # fmt: skip
+
+
+def _fastest(
+    config: Config, actor: ParallelModel, layouts: list[tuple[int, int]]
+) -> tuple[int, int]:
+    """Measures, estimates every allowed layout and logs the arithmetic; the same on all ranks."""
+    arch, layout = actor.arch, actor.groups.layout
+    dtype = actor.config.params_dtype
+    speeds = measure_speeds(actor.groups, actor.device, dtype)
+    free = torch.tensor([free_memory(actor.device)], dtype=torch.int64, device=actor.device)
+    dist.all_reduce(free, op=dist.ReduceOp.MIN, group=actor.groups.world)
+    work = Work(
+        model_bytes=arch.parameters() * dtype.itemsize, parameters=arch.parameters(),
+        layers=arch.layers, hidden=arch.hidden, element_bytes=dtype.itemsize,
+        sequences=config.samples_per_step // layout.dp, new_tokens=config.rollout.max_new_tokens,
+        max_running=config.rollout.max_running, free_bytes=int(free) // 2,
+    )  # fmt: skip
+    best, estimates = choose(work, speeds, t=layout.tp, p=layout.pp, layouts=layouts)
+    log.info("hybrid_engine.mode auto: measured %s; %s", speeds, work)
+    for estimate in estimates:
+        log.info("hybrid_engine.mode auto: %s", estimate)
+    log.info("hybrid_engine.mode auto: generates at tp=%d pp=%d", best.tp, best.pp)
+    return best.tp, best.pp
 
 
 def _groups_by_role(
@@ -108,11 +148,18 @@ def _model(
     return model
 
 
-def _trainable(role: str, config: Config, inputs: RunInputs, groups: ParallelGroups) -> Trainable:
+def _trainable(
+    role: str, config: Config, inputs: RunInputs, groups: ParallelGroups, *,
+    embedding_of: ParallelModel | None = None,
+) -> Trainable:  # fmt: skip
     training = config.training
+    model = _model(role, config, inputs, groups, trainable=True)
+    if embedding_of is not None:
+        saved = read_embedding_of(embedding_of, model)
+        log.info("hybrid_engine.share_embeddings: %d bytes of weights are not held twice", saved)
     steps_per_rollout = training.epochs * -(-config.samples_per_step // config.mini_batch_size)
     return Trainable(
-        _model(role, config, inputs, groups, trainable=True), getattr(training, role),
+        model, getattr(training, role),
         total_steps=training.steps * steps_per_rollout,
         distributed_optimizer=training.distributed_optimizer,
         one_all_reduce=training.grad_reduce == "manual",

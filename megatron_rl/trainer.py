@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,13 +28,15 @@ from megatron_rl.monitor.out_of_memory import explain_out_of_memory
 from megatron_rl.monitor.phases import PhaseTimer
 from megatron_rl.monitor.run_monitor import RunMonitor
 from megatron_rl.monitor.summary import EvaluationResult, Updates
+from megatron_rl.resharding.transition import on_generation_layout
+from megatron_rl.residency import Residency, check_host_memory
 from megatron_rl.rewards.base import RewardFunction, score
 from megatron_rl.rewards.model import learned_scores
 from megatron_rl.rollout.advantages import estimate_advantages
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.collect import collect, prompts_per_block, sampling_params
 from megatron_rl.rollout.dynamic_sampling import fill_batch
-from megatron_rl.rollout.exchange import balance
+from megatron_rl.rollout.exchange import balance, computed_under, share_under
 from megatron_rl.run_inputs import RunInputs
 from megatron_rl.runtime import Environment, Runtime, log
 from megatron_rl.setup_checkpoints import build_checkpoints
@@ -61,6 +63,7 @@ class Trainer:
         env = Environment.read()
         config.validate_world(env.world_size)
         self.inputs = RunInputs.check(config, reward)
+        check_host_memory(config, self.inputs.architectures, world_size=env.world_size)
         self.runtime = Runtime(config, env)
         self.runtime.start(inputs_may_be_late=self.inputs.may_be_late)
         self.step_count, self.closed = 0, False
@@ -85,22 +88,21 @@ class Trainer:
             env.rank, env.world_size, self.runtime.device, config.training.dtype,
             self.groups.tp_rank, self.groups.dp_rank, self.groups.pp_rank, self.groups.layout,
         )  # fmt: skip
-        self.kl = (
-            AdaptiveKL(kl.coef, target=kl.adaptive.target, horizon=kl.adaptive.horizon)
-            if kl.adaptive.enable
-            else FixedKL(kl.coef)
-        )
-        self.samples_drawn = 0
+        self.kl: FixedKL | AdaptiveKL = FixedKL(kl.coef)
+        if kl.adaptive.enable:
+            self.kl = AdaptiveKL(kl.coef, target=kl.adaptive.target, horizon=kl.adaptive.horizon)
+        self.samples_drawn, self.critic_biased = 0, False
         # Steps whose state is on disk (that of step 0 need not be) and that were evaluated.
         self.saved_step: int | None = 0
         self.evaluated_step: int | None = None
-        self.critic_biased = False
         self.last_metrics: dict[str, float] = {}
         states = {"trainer": self, "kl": self.kl, "prompts": self.inputs.stream}
         self.checkpoints = build_checkpoints(config, self.models, states)
         self.checkpoints.add_companions(self.inputs.models["actor"].companions())
         with self.timer.phase("startup"):
             self._resume()
+        self.residency = Residency(config, self.models, self.runtime.device)
+        self.residency.rest()
         self.monitor = RunMonitor(
             config, self.inputs.architectures, self.groups, self.timer, first_step=self.step_count
         )
@@ -141,7 +143,7 @@ class Trainer:
             batch, sampling = self._rollout()
             with self.runtime.stop.section():
                 self._evaluate_policies(batch)
-        with self.timer.phase("advantages"):
+        with self._phase("advantages"):
             estimate_advantages(
                 batch, self.config, kl_coef=self.kl.coef, dp_group=self.groups.data_control()
             )
@@ -165,8 +167,7 @@ class Trainer:
         config, prompts = self.config, self.inputs.eval_prompts()
         size = config.evaluation.batch_size or len(prompts)
         total = EvaluationResult()
-        timed = self.timer.phase("evaluation")
-        with self._may_be_left(), self._on_generation_layout(), timed:
+        with self._may_be_left(), self._on_generation_layout(), self._phase("evaluation"):
             for first in range(0, len(prompts), size):
                 with self.runtime.stop.section():
                     batch = self._generate(
@@ -186,18 +187,18 @@ class Trainer:
 
     def save(self) -> Path:
         """Writes a checkpoint of this step; resuming from it continues exactly."""
-        with self.timer.phase("checkpoint"), self.runtime.stop.finishes("a save"):
+        with self._phase("checkpoint"), self.runtime.stop.finishes("a save"):
             path = self.checkpoints.save(self.step_count, metrics=self.last_metrics)
         self.saved_step = self.step_count
         return path
 
     def export(self, folder: str | Path) -> None:
         """Writes the actor as a Hugging Face folder."""
-        export_huggingface(
-            self.models.actor.model, folder,
-            companions=self.inputs.models["actor"].companions(),
-            dtype=self.config.training.dtype,
-        )  # fmt: skip
+        with self.residency.on_device("actor"):
+            export_huggingface(
+                self.models.actor.model, folder, dtype=self.config.training.dtype,
+                companions=self.inputs.models["actor"].companions(),
+            )  # fmt: skip
         dist.barrier()
 
     def close(self) -> None:
@@ -232,31 +233,25 @@ class Trainer:
         config = self.config
         prompts = self.inputs.stream.take(config.rollout.batch_size)
         stop = self.runtime.stop
-        with stop.section(), self._on_generation_layout(), self.timer.phase("generation"):
+        with stop.section(), self._on_generation_layout(), self._phase("generation"):
             batch = self._generate(
                 prompts, n=config.rollout.n, temperature=config.rollout.temperature,
                 first_request=self.samples_drawn, first_index=first_index,
             )  # fmt: skip
         assert batch is not None, "rollout.batch_size gives every replica a prompt: checked"
         self.samples_drawn += config.samples_per_step
-        with stop.section(), self.timer.phase("scoring"):
+        with stop.section(), self._phase("scoring"):
             self._reward(batch)
         return batch
 
     @contextmanager
-    def _on_generation_layout(self) -> Iterator[None]:
-        """Weights complete and where generation reads them; training's again afterwards."""
-        actor, transition = self.models.actor, self.models.transition
-        if actor.gathers_params:
-            with self.timer.phase("param_gather"):
-                actor.finish_param_gather()
-        if transition.moves_weights:
-            with self.timer.phase("resharding"):
-                transition.to_generation()
-        try:
+    def _phase(self, name: str) -> Iterator[None]:
+        """A timed phase with what it needs on the device."""
+        with self.timer.phase(name), self.residency.phase(name):
             yield
-        finally:
-            transition.to_training()
+
+    def _on_generation_layout(self) -> AbstractContextManager[None]:
+        return on_generation_layout(self.models.actor, self.models.transition, self._phase)
 
     def _generate(
         self, prompts: list, *, n: int, temperature: float, first_request: int,
@@ -283,20 +278,26 @@ class Trainer:
         """Log-probs of the actor and the reference, values of the critic."""
         config, models = self.config, self.models
         if needs_old_logprobs(config):
-            with self.timer.phase("old_logprobs"):
+            with self._phase("old_logprobs"):
                 batch.tensors["old_logprobs"] = logprob_pass(batch, models.actor.model, config)
         self.runtime.stop.check()
         if models.reference is not None:
-            with self.timer.phase("ref_logprobs"):
-                batch.tensors["ref_logprobs"] = logprob_pass(batch, models.reference, config)
+            with self._phase("ref_logprobs"):
+                (batch.tensors["ref_logprobs"],) = computed_under(
+                    batch, self.groups, models.reference.groups,
+                    lambda share: [logprob_pass(share, models.reference, config)],
+                )  # fmt: skip
         self.runtime.stop.check()
         if models.critic is not None:
-            with self.timer.phase("values"):
+            with self._phase("values"):
                 if not self.critic_biased:
-                    models.start_critic_at(batch.scores_B, self.groups)
+                    with self.residency.on_device("critic_optimizer"):
+                        models.start_critic_at(batch.scores_B, self.groups)
                     self.critic_biased = True
-                values, after = value_pass(batch, models.critic.model, config)
-                batch.tensors["values"], batch.tensors["bootstrap"] = values, after
+                critic = models.critic.model
+                compute = partial(value_pass, model=critic, config=config)
+                values = computed_under(batch, self.groups, critic.groups, compute)
+                batch.tensors["values"], batch.tensors["bootstrap"] = values
 
     def _update(self, batch: RolloutBatch) -> Updates:
         """Epochs of mini-batches for the critic and the actor."""
@@ -311,14 +312,16 @@ class Trainer:
             jobs.append(("actor", models.actor, loss, algorithm.loss_aggregation, reference))
         for role, trainable, loss, aggregation, reference in jobs:
             results, parts = [], []
-            with self.timer.phase(f"update_{role}"):
+            with self._phase(f"update_{role}"):
+                share = share_under(batch, self.groups, trainable.model.groups)
                 for _ in range(config.training.epochs):
-                    for samples in mini_batches(batch, config):
+                    for samples in mini_batches(share, config):
                         result, sums = update_step(
-                            trainable, batch, samples, config, loss, aggregation, reference
+                            trainable, share, samples, config, loss, aggregation, reference
                         )
                         results.append(result)
                         parts.append(sums)
+                trainable.release_gradients()
             updates[role] = results, add_metrics(parts)
         return updates
 

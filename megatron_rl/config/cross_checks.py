@@ -57,7 +57,12 @@ def check_world(config: Config, world_size: int) -> int:
     for role in ("critic", "reference", "reward"):
         own = config.role(role).parallel
         if own is not None:
-            data_parallel_size(own.tp, own.pp, world_size, prefix=f"model.{role}.parallel")
+            prefix = f"model.{role}.parallel"
+            replicas = data_parallel_size(own.tp, own.pp, world_size, prefix=prefix)
+            if replicas > config.samples_per_step:
+                rule = f"makes {replicas} replicas of the {role}, more than a step has samples"
+                way_out = f"set rollout.batch_size*rollout.n to at least {replicas}"
+                refuse(prefix, own, rule, way_out)
     batches = {"rollout.batch_size": config.rollout.batch_size}
     if config.training.mini_batch_size is not None:
         batches["training.mini_batch_size"] = config.training.mini_batch_size

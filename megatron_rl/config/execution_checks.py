@@ -15,7 +15,8 @@ def check_execution(config: Config) -> None:
     """Refuse settings of layout, optimizers, memory and saving that contradict each other."""
     for check in (
         _check_layout, _check_models, _check_tokenizer, _check_grad_reduce, _check_optimizers,
-        _check_compression, _check_generation_layout, _check_offload, _check_checkpoint,
+        _check_compression, _check_generation_layout, _check_offload, _check_shared_embedding,
+        _check_checkpoint,
         _check_monitor,
     ):  # fmt: skip
         check(config)
@@ -174,13 +175,32 @@ def _check_micro_dp(config: Config) -> None:
 
 
 def _check_offload(config: Config) -> None:
+    exists = {"reference": config.has_reference, "reward": config.has_learned_reward}
     for name in ("actor", "critic", "reference", "reward", "optimizer"):
         prefix = f"hybrid_engine.{name}_offload"
         offload = getattr(config.hybrid_engine, f"{name}_offload")
         if offload.enable and offload.offload_device is None:
             rule = "is required when offloading is enabled"
             refuse(f"{prefix}.offload_device", None, rule, f"set {prefix}.offload_device=cpu")
+        if offload.enable and not exists.get(name, True):
+            rule = f"this run has no {name} model"
+            refuse(f"{prefix}.enable", True, rule, "remove it")
         refuse_idle_options(offload, prefix)
+
+
+def _check_shared_embedding(config: Config) -> None:
+    share, setting_name = config.hybrid_engine.share_embeddings, "hybrid_engine.share_embeddings"
+    if share is False or not config.has_critic:
+        return
+    if config.role_parallel("critic") != config.role_parallel("actor"):
+        rule = "actor and critic must be cut alike, and model.critic.parallel differs"
+        refuse(setting_name, share, rule, "remove model.critic.parallel")
+    if config.role_path("critic") != config.role_path("actor"):
+        rule = "the critic would read another model's embedding table"
+        refuse(setting_name, share, rule, "remove model.critic.path")
+    if config.hybrid_engine.actor_offload.enable:
+        rule = "the critic reads the actor's table while hybrid_engine.actor_offload has it away"
+        refuse(setting_name, share, rule, "remove hybrid_engine.actor_offload")
 
 
 def _check_checkpoint(config: Config) -> None:

@@ -34,22 +34,22 @@ def _is(*refused: str) -> Predicate:
 NOT_YET: dict[str, tuple[Predicate, str]] = {
     "parallel.cp": (_more_than_one, "context parallelism"),
     "parallel.ep": (_more_than_one, "expert parallelism"),
-    "model.critic.parallel": (_is_given, "a layout of its own for the critic"),
-    "model.reference.parallel": (_is_given, "a layout of its own for the reference model"),
     "model.reward.parallel": (_is_given, "a layout of its own for the reward model"),
-    "model.reference.ranks": (_is_given, "a reference model on a subset of the ranks"),
-    "model.reward.ranks": (_is_given, "a reward model on a subset of the ranks"),
-    "rollout.backend": (_is("vllm"), "generation by vLLM"),
-    "hybrid_engine.mode": (_is("auto"), "choosing the generation layout"),
-    "hybrid_engine.share_embeddings": (
-        lambda value: value is not False,
-        "one embedding table for actor and critic",
+    "model.reference.ranks": (
+        _is_given,
+        "a reference model on some of the ranks. One program runs on all of them, and these ranks "
+        "would wait while the others generate; give it a layout with model.reference.parallel",
     ),
-    "hybrid_engine.actor_offload.enable": (_is_true, "offloading the actor"),
-    "hybrid_engine.critic_offload.enable": (_is_true, "offloading the critic"),
-    "hybrid_engine.reference_offload.enable": (_is_true, "offloading the reference model"),
-    "hybrid_engine.reward_offload.enable": (_is_true, "offloading the reward model"),
-    "hybrid_engine.optimizer_offload.enable": (_is_true, "offloading optimizer states"),
+    "model.reward.ranks": (
+        _is_given,
+        "a reward model on some of the ranks. One program runs on all of them, and these ranks "
+        "would wait while the others generate; it shares the actor's layout",
+    ),
+    "rollout.backend": (_is("vllm"), "generation by vLLM"),
+    "hybrid_engine.share_embeddings": (
+        lambda value: value == "joint",
+        "a table that both models train (read_only shares it without the critic's gradient)",
+    ),
     "comm_trace.enable": (_is_true, "the communication trace"),
 }
 """Dotted key -> (does this value ask for the feature?, what the feature is)."""

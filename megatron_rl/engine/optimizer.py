@@ -102,6 +102,10 @@ class Trainable:
             self.schedule.step(1)
 
     def zero_grad(self) -> None:
+        for buffer in self._gradient_buffers():
+            storage = buffer.grad_data.untyped_storage()
+            if storage.nbytes() == 0:
+                storage.resize_(buffer.grad_data.nbytes)
         for chunk in self.model.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -132,6 +136,19 @@ class Trainable:
     @property
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def release_gradients(self) -> None:
+        """Gives the gradient buffers' memory back until the next `zero_grad`: generation takes it
+        for the KV cache. The buffers' views stay bound."""
+        for buffer in self._gradient_buffers():
+            buffer.grad_data.untyped_storage().resize_(0)
+
+    def _gradient_buffers(self) -> list[Any]:
+        return [
+            buffer
+            for chunk in self.model.wrapped
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
 
     @property
     def gathers_params(self) -> bool:

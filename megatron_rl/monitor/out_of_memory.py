@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import Config
-from megatron_rl.config.not_yet import NOT_YET
 from megatron_rl.engine.optimizer import Trainable
 from megatron_rl.generation.cache import CacheShape
 from megatron_rl.generation.engine import Engine
@@ -87,7 +86,7 @@ def explain_out_of_memory(
     if models is not None:
         trainables = [t for t in (models.actor, models.critic) if t is not None]
         frozen = [m for m in (models.reference, models.reward) if m is not None]
-        engine, dp = models.transition.engine, models.actor.model.groups.layout.dp
+        engine, dp = models.engine, models.actor.model.groups.layout.dp
     holders = measure_holders(trainables, frozen, engine, phase, device)
     rank = dist.get_rank() if dist.is_initialized() else 0
     ways = ways_out(config, holders, phase, dp)
@@ -191,8 +190,8 @@ def ways_out(config: Config, holders: Holders, phase: str, dp: int) -> list[tupl
         ("reward_offload", "weights", "reward", phase == "scoring"),
         ("optimizer_offload", "optimizer", None, updating),
     ):
-        setting = f"hybrid_engine.{name}.enable"
-        if setting not in NOT_YET and not needed and not getattr(engine, name).enable:
+        exists = role is None or holders.of("weights", role=role) > 0
+        if exists and not needed and not getattr(engine, name).enable:
             what = f"hybrid_engine.{name}={{enable: true, offload_device: cpu}}"
             found.append((what, holders.of(kind, role=role)))
     return sorted(found, key=lambda way: -way[1])

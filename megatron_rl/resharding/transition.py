@@ -10,7 +10,8 @@ rollout is the same in both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -50,6 +51,36 @@ class Transition(Protocol):
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams],
         *, requests: Sequence[int],
     ) -> list[Response]: ...  # fmt: skip
+
+
+class Gathering(Protocol):
+    """A trained model whose updated weights may still have to be gathered."""
+
+    @property
+    def gathers_params(self) -> bool: ...
+    def finish_param_gather(self) -> None: ...
+
+
+@contextmanager
+def on_generation_layout(
+    actor: Gathering, transition: Transition,
+    phase: Callable[[str], AbstractContextManager[None]],
+) -> Iterator[None]:  # fmt: skip
+    """Weights complete and where generation reads them; training's again afterwards.
+
+    Args:
+        phase: times what happens, by name.
+    """
+    if actor.gathers_params:
+        with phase("param_gather"):
+            actor.finish_param_gather()
+    if transition.moves_weights:
+        with phase("resharding"):
+            transition.to_generation()
+    try:
+        yield
+    finally:
+        transition.to_training()
 
 
 class ZeroRepartitioning:

@@ -1,4 +1,5 @@
-"""Spreads the samples of a step over the replicas so that each has about as much to compute.
+"""Spreads the samples of a step over the replicas so that each has about as much to compute, and
+takes them to models that are laid out differently.
 
 Prompts move with all their samples, because group advantages need whole groups. Which mini-batch a
 sample belongs to is its number in the step (`RolloutBatch.index_B`), so moving it changes who
@@ -9,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rl.engine.microbatch import balanced_split
 from megatron_rl.parallel import ParallelGroups
@@ -93,3 +97,60 @@ def _move(
     staying = batch.take([row for row, to in enumerate(target) if to == rank])
     joined = concatenate([staying, *arrived])
     return joined.take(joined.index_B.argsort().tolist())
+
+
+def share_under(
+    batch: RolloutBatch, source: ParallelGroups, target: ParallelGroups
+) -> RolloutBatch:
+    """The samples of a step that this rank's replica of another layout works on.
+
+    Args:
+        batch: this rank's samples under `source`.
+
+    Returns:
+        Every dp-th sample of the step, so that each mini-batch is spread over all replicas; the
+        batch itself where no sample has to move.
+    """
+    if source.layout == target.layout or source.layout.dp == target.layout.dp == 1:
+        return batch
+    parts: list[RolloutBatch] = [batch] * source.layout.dp
+    dist.all_gather_object(parts, batch, group=source.data_control())
+    whole = concatenate([part for part in parts if len(part)])
+    order = whole.index_B.argsort().tolist()
+    return whole.take(order[target.dp_rank :: target.layout.dp])
+
+
+def computed_under(
+    batch: RolloutBatch, source: ParallelGroups, target: ParallelGroups,
+    compute: Callable[[RolloutBatch], Sequence[Tensor]],
+) -> list[Tensor]:  # fmt: skip
+    """What `compute` gives for the samples of `batch`, computed under another layout.
+
+    Args:
+        compute: maps a batch to tensors `[B]` or `[B, R]`, equal on all ranks of a replica.
+    """
+    share = share_under(batch, source, target)
+    results = list(compute(share))
+    if share is batch:
+        return results
+    mine = (share.index_B, results)
+    parts = [mine] * target.layout.dp
+    dist.all_gather_object(parts, mine, group=target.data_control())
+    row_of = {
+        index: (part, row)
+        for part, (indices, _) in enumerate(parts)
+        for row, index in enumerate(indices.tolist())
+    }
+    places = [row_of[index] for index in batch.index_B.tolist()]
+    width = batch.mask_BR.shape[1]
+    return [
+        torch.stack([_fit(parts[part][1][k][row], width) for part, row in places])
+        for k in range(len(results))
+    ]
+
+
+def _fit(value: Tensor, width: int) -> Tensor:
+    """A number as it is; a row `[R]` padded or cut to `width` (what is cut is padding)."""
+    if value.dim() == 0:
+        return value
+    return pad(value, (0, max(width - len(value), 0)))[:width]

@@ -56,11 +56,8 @@ def test_a_configuration_as_posted_is_readable(post: Path) -> None:
     assert not {"checkpoint_config", "generation_backend", "training_backend"} & set(ours)
 
 
-def test_critic_cut_by_layer_gets_a_pipeline_over_the_same_ranks(post, monkeypatch) -> None:
+def test_critic_cut_by_layer_gets_a_pipeline_over_the_same_ranks(post) -> None:
     by_layer = "hybrid_engine.critic_shard_strategy=layer"
-    with pytest.raises(ConfigError, match="not supported yet: a layout of its own for the critic"):
-        Config.load(post, [by_layer])
-    monkeypatch.setattr(not_yet, "NOT_YET", {})
     own = Config.load(post, [by_layer]).role_parallel("critic")
     assert (own.tp, own.pp) == (1, 2)
 

@@ -24,14 +24,27 @@ CASES = [
     ("parallel.tp=4", MICRO.format("micro_dp_size: 1"), ("is the training layout", "zero_rep")),
     ("parallel.tp=4", "hybrid_engine.keep_generation_weights=true",
      ("keep_generation_weights = true", "gathers no weights", "micro_dp")),
+    ("parallel.tp=1", "hybrid_engine.actor_offload.enable=true",
+     ("actor_offload.offload_device = null", "required", "offload_device=cpu")),
+    ("parallel.tp=1", "hybrid_engine.reward_offload={enable: true, offload_device: cpu}",
+     ("reward_offload.enable = true", "no reward model", "remove it")),
+    ("parallel.tp=4", "model.critic.parallel={pp: 4}", "hybrid_engine.share_embeddings=read_only",
+     ("share_embeddings = 'read_only'", "cut alike", "remove model.critic.parallel")),
+    ("model.critic.path=another", "hybrid_engine.share_embeddings=read_only",
+     ("share_embeddings = 'read_only'", "another model's", "remove model.critic.path")),
+    ("hybrid_engine.actor_offload={enable: true, offload_device: cpu}",
+     "hybrid_engine.share_embeddings=read_only", ("has it away", "remove")),
+    ("parallel.tp=1", "hybrid_engine.share_embeddings=joint",
+     ("share_embeddings = 'joint'", "not supported yet", "read_only")),
     ("parallel.tp=4", "hybrid_engine.generation_pp=1", ("training layout", "mode=micro_dp")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "override", "parts"), CASES, ids=lambda case: str(case)[-40:])
-def test_contradictions_are_refused_with_what_fits(load, layout, override, parts) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[-1])[-60:])
+def test_contradictions_are_refused_with_what_fits(load, case) -> None:
+    *overrides, parts = case
     with pytest.raises(ConfigError) as refusal:
-        load(layout, override)
+        load(*overrides)
     for part in parts:
         assert part in str(refusal.value), str(refusal.value)
 

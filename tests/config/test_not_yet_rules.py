@@ -8,10 +8,6 @@ from megatron_rl.config import ConfigError, not_yet
 
 CASES = [
     (
-        ("hybrid_engine.actor_offload.enable=true",),
-        ("actor_offload.offload_device = null", "required", "offload_device=cpu"),
-    ),
-    (
         ("training.grad_reduce=manual", "training.gradient_compression.enable=true"),
         ("gradient_compression.enable = true", "manual", "distributed_optimizer"),
     ),

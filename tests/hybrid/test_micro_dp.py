@@ -49,7 +49,7 @@ def test_ppo_is_the_same_in_both_modes(ranks, tiny_model, tmp_path, name):
         assert got[rank]["sequences"] == want[rank]["sequences"], f"rank {rank}: other tokens"
         for step in range(2):
             compare(got[rank]["metrics"][step], want[rank]["metrics"][step])
-        check_transitions(got[rank], keep)
+        check_transitions(got[rank], keep, in_place=name.startswith("pp2"))
 
 
 def compare(got: dict, want: dict) -> None:
@@ -61,12 +61,14 @@ def compare(got: dict, want: dict) -> None:
             assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), name
 
 
-def check_transitions(result: dict, keep: bool) -> None:
+def check_transitions(result: dict, keep: bool, in_place: bool) -> None:
+    """M/(t_g·p_g) − M/(tp) more where only stages are merged, never more than M/(t_g·p_g)."""
     planned = result["planned"]
+    allowed = planned["generation"] - (planned["training"] if in_place else 0)
     for seen in result["seen"]:
         assert seen["received"] == planned["received"] > 0
         assert seen["before"] == seen["after"], "training weights changed"
         assert seen["in_place"] > 0, "nothing is used in place"
         assert seen["beyond"] == seen["extra"]
-        assert seen["extra"] <= planned["generation"] + 256 * planned["tensors"]
+        assert seen["extra"] <= allowed + 256 * planned["tensors"]
         assert seen["held"] == (seen["extra"] if keep else 0)
