@@ -103,8 +103,7 @@ class RuntimeSettings:
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
     """auto: cuda when there is a GPU for every rank of the machine, else cpu."""
     collective_timeout: float = setting(1800.0, above=0)
-    """Seconds after which a collective that does not finish ends the run; also the longest time
-    that a reward function may take for a batch."""
+    """Seconds after which a waiting collective ends the run; a reward may not take longer."""
     init_timeout: float = setting(300.0, above=0)
     """Seconds to wait for all ranks at the start."""
     heartbeat_timeout: float = setting(20.0, at_least=5.0)

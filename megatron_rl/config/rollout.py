@@ -54,10 +54,7 @@ class RolloutSettings:
     stop: list[str] = setting([], form=(r"(?s).+", "a non-empty text"))
     """Texts that end a response."""
     max_cache_len: int | None = setting(None, at_least=1)
-    """Window of attention: a token sees the last this many tokens, itself included, and older ones
-    leave the KV cache. It holds for the actor and the reference, in generation and in training, so
-    that their log-probs agree; positions keep counting. A prompt may not be longer. null: no
-    window."""
+    """Tokens that attention sees, here and in training; older ones leave the KV cache; null: all."""
     block_size: int = setting(16, at_least=1)
     """Tokens per block of the paged KV cache."""
     kv_cache_gb: float | None = setting(None, above=0)
@@ -69,8 +66,7 @@ class RolloutSettings:
     max_running: int = setting(256, at_least=1)
     """Sequences that decode at the same time on one replica."""
     decode_burst: int | None = setting(None, at_least=1)
-    """Most decode passes before the host looks at the tokens; results do not change. null: 8 on a
-    GPU, else 1."""
+    """Decode passes before the host looks; changes no result; null: 8 on a GPU, else 1."""
     cuda_graphs: bool = setting(True)
     """Capture decode passes as CUDA graphs."""
     backend: Literal["megatron", "vllm"] = setting("megatron")
