@@ -1,12 +1,10 @@
 """Loaded once by the fork server, so that ranks start in a fraction of a second."""
 
-import logging
 import os
 import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")
-logging.disable(logging.INFO)
 
 from megatron_rl import cuda_on_cpu  # noqa: E402
 
