@@ -54,7 +54,7 @@ class RolloutSettings:
     stop: list[str] = setting([], form=(r"(?s).+", "a non-empty text"))
     """Texts that end a response."""
     max_cache_len: int | None = setting(None, at_least=1)
-    """Tokens that attention sees, here and in training; older ones leave the KV cache; null: all."""
+    """Tokens that attention sees, in training too; older ones leave the cache; null: all."""
     block_size: int = setting(16, at_least=1)
     """Tokens per block of the paged KV cache."""
     kv_cache_gb: float | None = setting(None, above=0)
