@@ -183,14 +183,10 @@ CASES = {
         lambda m, f: {"model__attention_backend": "varlen", "training__dtype": "bf16"},
         ["model.attention_backend is 'varlen'", "on the CPU", "attention_backend=torch"],
     ),
-    "full_kl_between_vocabularies": (
+    "weights_of_another_vocabulary": (
         lambda m, f: {"model__reference": {"path": copy_model(m, f, vocab_size=300)},
                       "algorithm__kl": {"placement": "loss", "estimator": "full", "coef": 0.1}},
-        ["algorithm.kl.estimator is 'full'", "'reference': 300", "k3"],
-    ),
-    "stop_text_of_several_tokens": (
-        lambda m, f: {"rollout__stop": ["\n", "end"]},
-        ["rollout.stop", "'end'", "3 tokens", "rollout.stop_token_ids"],
+        ["model.reference.path", "(259, 64)", "expected (300, 64)"],
     ),
     "no_reward": (lambda m, f: {"reward": {}}, ["reward.function is null"]),
     "tokenizer_of_another_model": (
@@ -248,3 +244,20 @@ def test_incomplete_rank_environment(monkeypatch, capsys):
 
 def test_the_table_is_large_enough():
     assert len(CASES) >= 40
+
+
+def test_a_full_kl_needs_one_vocabulary(tiny_model_dir):
+    from dataclasses import replace
+
+    from megatron_rl.config import Config, ConfigError
+    from megatron_rl.models.families import read_architecture
+    from megatron_rl.run_inputs import _check_vocabularies
+
+    kl = {"placement": "loss", "estimator": "full", "coef": 0.1}
+    config = Config.from_dict(
+        run_case.settings(str(tiny_model_dir), tiny_model_dir, algorithm__kl=kl)
+    )
+    actor = read_architecture(tiny_model_dir)
+    _check_vocabularies(config, {"actor": actor, "reference": actor})
+    with pytest.raises(ConfigError, match="estimator is 'full', but .*'reference': 300.*k3"):
+        _check_vocabularies(config, {"actor": actor, "reference": replace(actor, vocab=300)})
