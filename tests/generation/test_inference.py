@@ -95,24 +95,39 @@ def test_limits_and_stop_ids(ranks, tiny_model_dir):
     assert len(short[0]) == 5 and short[2] == "length"
 
 
-BAD = {
-    "the prompt is empty": ([[]], {}),
-    "outside the vocabulary": ([[1, 999]], {}),
-    "leaves no room": ([[1] * 600], {}),
-    "temperature is -1": ([[1]], dict(temperature=-1.0)),
-    "top_p is 0": ([[1]], dict(top_p=0.0)),
-    "max_new_tokens is 0": ([[1]], dict(max_new_tokens=0)),
+BAD_SAMPLING = {
+    "temperature is -1": dict(temperature=-1.0),
+    "top_p is 0": dict(top_p=0.0),
+    "max_new_tokens is 0": dict(max_new_tokens=0),
 }
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("message", BAD)
-def test_bad_requests(ranks, tiny_model_dir, message):
-    from tests.rank_pool import RankError
+@pytest.mark.parametrize("message", BAD_SAMPLING)
+def test_bad_sampling(message):
+    from megatron_rl.generation.sequence import SamplingParams
 
-    prompts, sampling = BAD[message]
-    with pytest.raises(RankError, match=message):
-        ranks(1, ask, str(tiny_model_dir), prompts, sampling)
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**BAD_SAMPLING[message])
+
+
+def ask_badly(rank, world, folder):
+    from megatron_rl import create_inference_engine
+
+    engine = create_inference_engine(folder)
+    prompts = [[], [1, 999], [1] * 600, [5, 6]]
+    for prompt in prompts[:3]:
+        with pytest.raises(ValueError):
+            engine.generate([prompt], on_error="raise")
+    return [(r.finish_reason, r.error) for r in engine.generate(prompts)]
+
+
+@pytest.mark.ranks
+def test_bad_requests_are_answered_and_the_others_served(ranks, tiny_model_dir):
+    answers = ranks(1, ask_badly, str(tiny_model_dir))[0]
+    messages = ("the prompt is empty", "outside the vocabulary", "leaves no room")
+    for (reason, error), message in zip(answers[:3], messages, strict=True):
+        assert reason == "error" and message in error
+    assert answers[3][0] in ("stop", "length") and answers[3][1] is None
 
 
 def sample_many(rank, world, folder, count, sampling):

@@ -64,7 +64,7 @@ def test_built_ahead_is_found_without_a_compiler(tmp_path, monkeypatch):
     native._cpu_library.cache_clear()
 
 
-@pytest.mark.parametrize("ahead", ["0", "1"])
+@pytest.mark.parametrize("ahead", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_setup_builds_kernels_on_request(tmp_path, ahead):
     """What `MEGATRON_RL_BUILD_KERNELS=1 pip install .` runs; the digest in the name is the key."""
     subprocess.run(
