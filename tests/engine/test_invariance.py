@@ -138,6 +138,7 @@ def right_layouts() -> set[str]:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutation_turns_the_comparison_red(ranks, folders, one_rank, right_layouts, mutation):
     spec = {**case.ONE_RANK, **MUTATIONS[mutation][0]}
