@@ -47,6 +47,7 @@ def test_compressed_ppo_follows_fp32(ranks, tiny_model_dir, tmp_path, fusion):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_compressed_ppo_resumes_bit_for_bit(ranks, tiny_model_dir, tmp_path):
     changes = dict(
         parallel__tp=2, training__gradient_compression=COMPRESSION, training__steps=4
