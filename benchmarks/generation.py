@@ -128,6 +128,25 @@ def ours(model: ParallelModel, options: argparse.Namespace, lengths: list[int]) 
     }  # fmt: skip
 
 
+def profile(model: ParallelModel, options: argparse.Namespace, batch: int) -> list[list]:
+    """Where one run's device time goes: [kernel, milliseconds, calls], the longest first."""
+    settings = EngineSettings(
+        max_running=max(options.max_running, 1), burst=options.burst,
+        cuda_graphs=not options.no_graphs,
+    )  # fmt: skip
+    engine = Engine(model, settings)
+    prompts = [list(range(5, 5 + options.prompt))] * batch
+    sampling = SamplingParams(max_new_tokens=64, ignore_eos=True)
+    engine.generate(prompts, sampling)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
+        engine.generate(prompts, sampling)
+        synchronize()
+    events = [e for e in trace.key_averages() if e.self_device_time_total > 0]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    return [[e.key[:80], round(e.self_device_time_total / 1e3, 3), e.count] for e in events[:24]]
+
+
 def forked(model: ParallelModel, options: argparse.Namespace) -> dict:
     """Eight samples of one 1024-token prompt: its prefill and its blocks are counted once."""
     engine = Engine(model, EngineSettings(burst=options.burst))
@@ -188,6 +207,7 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--profile", action="store_true", help="kernels by device time")
     parser.add_argument("--peer", action="store_true", help="transformers in the same run")
     options = parser.parse_args()
     options.dtype = options.dtype or ("bf16" if torch.cuda.is_available() else "fp32")
@@ -205,6 +225,8 @@ def main() -> None:
             row["transformers"] = peer(options, batch, model)["tokens_per_s"]
             row["ratio"] = row["tokens_per_s"] / row["transformers"]
         show(row)
+        for kernel in profile(model, options, batch) if options.profile else []:
+            show({"kernel": kernel})
     if options.lognormal:
         draw = random.Random(1)
         # Mean of a lognormal is exp(μ + σ²/2).
