@@ -12,6 +12,7 @@ from megatron_rl.algorithms.plugins import (
     load_function,
 )
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.convert.companions import with_tokenizer
 from megatron_rl.convert.model_folder import ModelFolder
 from megatron_rl.hub import Named, is_data_id, is_hub_id, prompt_file, tokenizer_place
 from megatron_rl.model_inputs import model_folders, read_model
@@ -28,10 +29,16 @@ from megatron_rl.text import Tokenizer, load_tokenizer
 
 @dataclass(kw_only=True, slots=True)
 class RunInputs:
-    """Tokenizer, prompts, reward, and the local folder of each role and the model in it."""
+    """Tokenizer, prompts, reward, and the local folder of each role and the model in it.
+
+    Attributes:
+        companions: small files that travel with the trained actor: its own, with the run's
+            tokenizer.
+    """
 
     config: Config
     tokenizer: Tokenizer
+    companions: dict[str, Path]
     stream: PromptStream
     eval_file: PromptFile | None
     reward: RewardFunction | None
@@ -60,7 +67,10 @@ class RunInputs:
         check_disk(config, [(role, architectures[role]) for role in trained])
         _check_vocabularies(config, architectures)
         _check_generation(config, actor)
-        tokenizer = _tokenizer(config, models["actor"].companion_folder, actor, node)
+        companions, place = models["actor"].companions(), _tokenizer_place(config, node)
+        if place is not None:
+            companions = with_tokenizer(companions, place)
+        tokenizer = _tokenizer(config, place or models["actor"].companion_folder, actor)
         reader = None
         if config.has_learned_reward:
             reader = check_reward_model(config, models["reward"], tokenizer)
@@ -80,8 +90,8 @@ class RunInputs:
         if "eval" in paths:
             eval_file = PromptFile(paths["eval"], setting="data.eval", **kwargs)
         return cls(
-            config=config, tokenizer=tokenizer, folders=folders, models=models,
-            eval_file=eval_file,
+            config=config, tokenizer=tokenizer, companions=companions, folders=folders,
+            models=models, eval_file=eval_file,
             stream=PromptStream(train, shuffle=config.data.shuffle, seed=config.seed),
             reward=_reward(config, reward), reward_reader=reader,
         )  # fmt: skip
@@ -165,19 +175,23 @@ def _check_generation(config: Config, actor: Architecture) -> None:
         ) from error
 
 
-def _tokenizer(
-    config: Config, actor_folder: Path, actor: Architecture, node: NodeRank
-) -> Tokenizer:
-    """The tokenizer that is named, else the one in the actor's folder."""
-    settings, place = config.model.tokenizer, actor_folder
-    trust = config.model.trust_remote_code
-    if settings.path is not None:
-        named = Named(
-            name=settings.path, revision=settings.revision, setting="model.tokenizer.path",
-            revision_setting="model.tokenizer.revision",
-        )  # fmt: skip
-        place = tokenizer_place(named, node, trust_remote_code=trust)
-    tokenizer = load_tokenizer(place, settings, trust_remote_code=trust)
+def _tokenizer_place(config: Config, node: NodeRank) -> Path | None:
+    """Where the tokenizer that is named lies; None: the one in the actor's folder is meant."""
+    settings = config.model.tokenizer
+    if settings.path is None:
+        return None
+    named = Named(
+        name=settings.path, revision=settings.revision, setting="model.tokenizer.path",
+        revision_setting="model.tokenizer.revision",
+    )  # fmt: skip
+    return tokenizer_place(named, node, trust_remote_code=config.model.trust_remote_code)
+
+
+def _tokenizer(config: Config, place: Path, actor: Architecture) -> Tokenizer:
+    """The tokenizer in a folder or file; the actor must have a row for each of its tokens."""
+    tokenizer = load_tokenizer(
+        place, config.model.tokenizer, trust_remote_code=config.model.trust_remote_code
+    )
     if len(tokenizer) > actor.vocab:
         raise ConfigError(
             f"model.tokenizer.path: the tokenizer in {str(place)!r} has {len(tokenizer)} "

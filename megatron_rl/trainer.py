@@ -98,7 +98,7 @@ class Trainer:
         self.last_metrics: dict[str, float] = {}
         states = {"trainer": self, "kl": self.kl, "prompts": self.inputs.stream}
         self.checkpoints = build_checkpoints(config, self.models, states)
-        self.checkpoints.add_companions(self.inputs.models["actor"].companions())
+        self.checkpoints.add_companions(self.inputs.companions)
         with self.timer.phase("startup"):
             self._resume()
         self.residency = Residency(config, self.models, self.runtime.device)
@@ -197,7 +197,7 @@ class Trainer:
         with self.residency.on_device("actor"):
             export_huggingface(
                 self.models.actor.model, folder, dtype=self.config.training.dtype,
-                companions=self.inputs.models["actor"].companions(),
+                companions=self.inputs.companions,
             )  # fmt: skip
         dist.barrier()
 

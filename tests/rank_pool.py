@@ -3,14 +3,19 @@
 A pool of n processes is forked once from a server that has torch and Megatron loaded, joins one
 process group, and then runs functions of test files. Any exception on a rank ends the pool (its
 collectives can't be trusted any more); the next test gets a fresh one.
+
+Between two tests a pool is stopped (SIGSTOP): every gloo group has a thread that wakes a hundred
+times a second, and a few idle pools would take most of a core.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
+import signal
 import sys
 import tempfile
 import traceback
@@ -47,7 +52,15 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _die_with_the_tests() -> None:
+    """A stopped rank can't see that its pipe was closed: the kernel kills it with the fork server,
+    which ends once nobody but the ranks' parent holds its pipe."""
+    os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _work(rank: int, world_size: int, init_file: str, pipe: Any) -> None:
+    _die_with_the_tests()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
@@ -90,6 +103,7 @@ class RankPool:
 
     def run(self, fn: Callable, *args: Any, timeout: float = 240.0) -> list[Any]:
         path = sys.modules[fn.__module__].__file__
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((path, fn.__name__, args))
         results, errors = [], []
@@ -105,7 +119,13 @@ class RankPool:
         if errors:
             self.close()
             raise RankError("\n".join(errors))
+        self._signal(signal.SIGSTOP)
         return results
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
 
     @property
     def alive(self) -> bool:
@@ -114,6 +134,7 @@ class RankPool:
     def close(self) -> None:
         for pipe in self.pipes:
             pipe.close()
+        self._signal(signal.SIGCONT)
         for process in self.processes:
             process.join(timeout=0.5)
             if process.is_alive():

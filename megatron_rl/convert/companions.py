@@ -10,6 +10,7 @@ _COMPANIONS = (
     "merges.txt", "added_tokens.json", "chat_template*", "additional_chat_templates/*",
     "spiece.model", "sentencepiece*.model", "*.tiktoken",
 )  # fmt: skip
+_OF_THE_MODEL = ("config.json", "generation_config.json")
 
 
 def companion_files(folder: Path) -> dict[str, Path]:
@@ -20,6 +21,20 @@ def companion_files(folder: Path) -> dict[str, Path]:
         for path in sorted(folder.glob(pattern))
         if path.is_file()
     }
+
+
+def with_tokenizer(companions: dict[str, Path], place: Path) -> dict[str, Path]:
+    """A model's companions with the tokenizer from elsewhere instead of its own.
+
+    Args:
+        companions: see `companion_files`.
+        place: the tokenizer's folder, or its one file (a SentencePiece model, which everybody looks
+            for under the name `tokenizer.model`).
+    """
+    tokenizer = {"tokenizer.model": place} if place.is_file() else companion_files(place)
+    # A config.json beside the tokenizer may describe another model.
+    tokenizer.pop("config.json", None)
+    return tokenizer | {name: companions[name] for name in _OF_THE_MODEL if name in companions}
 
 
 def copy_companions(companions: dict[str, Path], folder: Path) -> None:

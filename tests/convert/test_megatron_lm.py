@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from megatron_rl.convert.__main__ import main
 from megatron_rl.convert.kinds import kind_of, open_model
@@ -184,6 +186,42 @@ def test_a_folder_and_its_iteration_are_recognised(written):
     details = MegatronLMFolder(root / "llama", "actor").details()
     assert details["step"] == "7" and details["layout"] == "tp=2 pp=2 cp=1"
     assert details["vocabulary"] == "384 rows, 125 of padding are cut"
+
+
+@pytest.mark.ranks
+def test_inspect_shows_a_folder_and_how_a_run_starts_from_it(written, capsys):
+    folder = written[0] / "qwen2_legacy"
+    assert main(["inspect", "--from", str(folder)]) == 0
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines()]
+    rows = {cells[1].strip(): cells[2].strip() for cells in lines if len(cells) == 4}
+    assert rows["model"].startswith("qwen2") and rows["weights"].endswith("float32")
+    assert rows["step"] == "7" and rows["layout"] == "tp=2 pp=2 cp=1"
+    assert rows["tokenizer"] == "HuggingFaceTokenizer, no path"
+    assert main(["inspect", "--from", str(folder), "--yaml"]) == 0
+    values = yaml.safe_load(capsys.readouterr().out)
+    assert values["model"]["actor"]["path"] == str(folder / "iter_0000007")
+    assert values["parallel"] == {"tp": 2, "pp": 2} and values["training"]["dtype"] == "fp32"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name, file, tokenizer", [
+    ("llama", "common.pt", "."),
+    ("llama_legacy", "mp_rank_00_000/model_optim_rng.pt", "tokenizer.json"),
+])  # fmt: skip
+def test_the_tokenizer_is_the_one_that_the_stored_arguments_name(
+    written, tiny_model_dir, tmp_path, name, file, tokenizer
+):
+    """As `--tokenizer-model` gave it: a folder, or a file in it."""
+    source, target = tmp_path / "lm", tmp_path / "hf"
+    shutil.copytree(written[0] / name, source)
+    stored = torch.load(source / "iter_0000007" / file, weights_only=False)
+    stored["args"].tokenizer_model = str(tiny_model_dir / tokenizer)
+    torch.save(stored, source / "iter_0000007" / file)
+    assert main(["megatron-lm-to-hf", "--from", str(source), "--to", str(target)]) == 0
+    for path in tiny_model_dir.glob("tokenizer*"):
+        assert (target / path.name).read_bytes() == path.read_bytes()
+    config = json.loads((target / "config.json").read_text())
+    assert config["rope_parameters"]["rope_theta"] == 20000, "that beside the tokenizer says 10000"
 
 
 @pytest.mark.ranks

@@ -101,9 +101,12 @@ def concurrently(rank, world, folder):
     import asyncio
 
     from megatron_rl import create_inference_engine
+    from megatron_rl.generation.engine import EngineSettings
     from megatron_rl.generation.sequence import SamplingParams
 
-    engine = create_inference_engine(folder, tensor_parallel_size=world)
+    # An open session takes its whole budget, by default most of the host's memory.
+    settings = EngineSettings(kv_cache_bytes=10**7)
+    engine = create_inference_engine(folder, tensor_parallel_size=world, settings=settings)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
     alone = [r.token_ids for r in engine.generate(["hello", "xyz", "late"], greedy)]
     text = "".join(engine.stream("hello", greedy))

@@ -143,6 +143,8 @@ def test_a_run_reads_its_prompts_with_it(own_model: Path, tiny_model, tmp_path: 
     inputs = RunInputs.check(Config.from_dict(values), None)
     prompt = inputs.stream.take(1)[0]
     assert prompt.token_ids == inputs.tokenizer.encode(prompt.text)
+    assert sorted(inputs.companions) == ["config.json", "generation_config.json", "tokenizer.model"]
+    assert inputs.companions["tokenizer.model"] == small
     values["data"]["chat_template"] = True
     with pytest.raises(ConfigError, match="chat_template = true: a SentencePiece file holds no"):
         Config.from_dict(values)
