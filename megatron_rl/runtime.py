@@ -84,6 +84,8 @@ class Runtime:
         self._owns_group = False
         self.stop = StopSignals(config.runtime.grace_time)
         self.watchdog: Watchdog | None = None
+        self._rank_log: logging.Handler | None = None
+        self._written: BaseException | None = None
 
     def start(self, *, inputs_may_be_late: bool = False) -> None:
         """Joins the process group, seeds everything, opens this rank's log, minds the signals.
@@ -99,6 +101,12 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._open_log()
+        with self.failures_told():
+            self._meet_the_others(inputs_may_be_late)
+        random.seed(self.config.seed)
+        torch.manual_seed(self.config.seed)
+
+    def _meet_the_others(self, inputs_may_be_late: bool) -> None:
         if not dist.is_initialized():
             self._join(inputs_may_be_late)
             self._owns_group = True
@@ -107,8 +115,6 @@ class Runtime:
 
         set_group_timeout(self.config.runtime.collective_timeout)
         self.stop.everyone = control_group([list(range(self.env.world_size))])
-        random.seed(self.config.seed)
-        torch.manual_seed(self.config.seed)
 
     def _join(self, inputs_may_be_late: bool) -> None:
         env = self.env
@@ -137,6 +143,7 @@ class Runtime:
         log.setLevel(logging.INFO)
         log.propagate = False
         log.addHandler(handler)
+        self._rank_log = handler
         if self.env.rank == 0:
             console = logging.StreamHandler(sys.stderr)
             console.setLevel(logging.WARNING)
@@ -163,9 +170,27 @@ class Runtime:
         except StoppedBySignal:
             raise
         except BaseException as error:
+            self.write_failure(error)
             bad_input = isinstance(error, (ConfigError, UnsupportedVersionError))
-            self.watchdog.fail(error, exit_codes.BAD_INPUT if bad_input else exit_codes.CRASH)
+            if self.watchdog is not None:
+                self.watchdog.fail(error, exit_codes.BAD_INPUT if bad_input else exit_codes.CRASH)
             raise
+
+    def write_failure(self, error: BaseException | None) -> None:
+        """An error that ends the run, with its traceback, into this rank's log, once.
+
+        The terminal gets it from whoever catches it.
+        """
+        if error is None or error is self._written or isinstance(error, StoppedBySignal):
+            return
+        self._written = error
+        if self._rank_log is not None:
+            self._rank_log.handle(
+                log.makeRecord(
+                    log.name, logging.ERROR, __file__, 0, "rank %d failed", (self.env.rank,),
+                    (type(error), error, error.__traceback__),
+                )
+            )  # fmt: skip
 
     def close(self) -> None:
         """Leaves the process group; safe to call twice."""
@@ -184,6 +209,7 @@ class Runtime:
         for handler in list(log.handlers):
             handler.close()
             log.removeHandler(handler)
+        self._rank_log = None
 
 
 def choose_deterministic_kernels() -> None:
@@ -287,7 +313,6 @@ def run_guarded(main: Callable[[], int], env: Environment) -> int:
         return exit_codes.INTERRUPTED
     except BaseException:  # noqa: BLE001 - the traceback must be shown whatever it is
         text = f"rank {env.rank} failed:\n{traceback.format_exc()}"
-        log.error(text)
         print(text, file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(exit_codes.CRASH)

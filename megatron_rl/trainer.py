@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,34 +16,26 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megatron_rl.algorithms.kl import AdaptiveKL, FixedKL
-from megatron_rl.algorithms.metrics import add_metrics
 from megatron_rl.checkpoint import RngState
 from megatron_rl.config import Config
 from megatron_rl.convert.huggingface import export_huggingface
-from megatron_rl.engine.optimizer import Trainable
 from megatron_rl.engine.passes import logprob_pass, needs_old_logprobs, value_pass
-from megatron_rl.engine.update import actor_loss, critic_loss, mini_batches, update_step
-from megatron_rl.models.flops import sample_flops
+from megatron_rl.engine.update import actor_loss, critic_loss, update_epochs
 from megatron_rl.monitor.out_of_memory import explain_out_of_memory
 from megatron_rl.monitor.phases import PhaseTimer
 from megatron_rl.monitor.run_monitor import RunMonitor
-from megatron_rl.monitor.summary import EvaluationResult, Updates
-from megatron_rl.resharding.transition import on_generation_layout
+from megatron_rl.monitor.summary import Updates
 from megatron_rl.residency import Residency, check_host_memory
-from megatron_rl.rewards.base import RewardFunction, score
-from megatron_rl.rewards.model import learned_scores
+from megatron_rl.rewards.base import RewardFunction
 from megatron_rl.rollout.advantages import estimate_advantages
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.rollout.collect import collect, prompts_per_block, sampling_params
-from megatron_rl.rollout.dynamic_sampling import fill_batch
-from megatron_rl.rollout.exchange import balance, computed_under, share_under
+from megatron_rl.rollout.exchange import computed_under, share_under
+from megatron_rl.rollout_phase import RolloutPhase
 from megatron_rl.run_inputs import RunInputs
 from megatron_rl.runtime import Environment, Runtime, log
 from megatron_rl.setup_checkpoints import build_checkpoints
 from megatron_rl.setup_models import Models, build_models
 from megatron_rl.stopping import StopNow, StoppedBySignal, put_back_on_stop
-
-EVALUATION_REQUESTS = 2**40  # evaluation draws its noise far from training's
 
 
 class Trainer:
@@ -88,10 +80,13 @@ class Trainer:
             env.rank, env.world_size, self.runtime.device, config.training.dtype,
             self.groups.tp_rank, self.groups.dp_rank, self.groups.pp_rank, self.groups.layout,
         )  # fmt: skip
+        self.rollout = RolloutPhase(
+            config, self.inputs, self.models, stop=self.runtime.stop, phase=self._phase
+        )
         self.kl: FixedKL | AdaptiveKL = FixedKL(kl.coef)
         if kl.adaptive.enable:
             self.kl = AdaptiveKL(kl.coef, target=kl.adaptive.target, horizon=kl.adaptive.horizon)
-        self.samples_drawn, self.critic_biased = 0, False
+        self.critic_biased = False
         # Steps whose state is on disk (that of step 0 need not be) and that were evaluated.
         self.saved_step: int | None = 0
         self.evaluated_step: int | None = None
@@ -140,7 +135,7 @@ class Trainer:
         """
         self.monitor.begin_step(self.step_count + 1)
         with self._may_be_left():
-            batch, sampling = self._rollout()
+            batch, sampling = self.rollout.draw_step()
             with self.runtime.stop.section():
                 self._evaluate_policies(batch)
         with self._phase("advantages"):
@@ -164,21 +159,8 @@ class Trainer:
         Raises:
             StoppedBySignal: after SIGTERM or SIGUSR1, with the state on disk.
         """
-        config, prompts = self.config, self.inputs.eval_prompts()
-        size = config.evaluation.batch_size or len(prompts)
-        total = EvaluationResult()
-        with self._may_be_left(), self._on_generation_layout(), self._phase("evaluation"):
-            for first in range(0, len(prompts), size):
-                with self.runtime.stop.section():
-                    batch = self._generate(
-                        prompts[first : first + size], n=1,
-                        temperature=config.evaluation.temperature,
-                        first_request=EVALUATION_REQUESTS + first,
-                    )  # fmt: skip
-                    if batch is not None:
-                        self._reward(batch)
-                        total.add(batch)
-        metrics = total.reduce(self.groups)
+        with self._may_be_left():
+            metrics = self.rollout.evaluate()
         self.monitor.evaluation(self.step_count, metrics)
         self.evaluated_step = self.step_count
         if self.step_count:  # its checkpoint does not know of the evaluation yet
@@ -202,77 +184,27 @@ class Trainer:
         dist.barrier()
 
     def close(self) -> None:
-        """Finishes writers and pending saves and leaves the process group; safe to call twice."""
+        """Finishes writers and pending saves and leaves the process group; safe to call twice.
+
+        In the handling of an error, that error is the last thing in this rank's log.
+        """
+        error = sys.exc_info()[1]
+        self.runtime.write_failure(error)
         self.monitor.close()
         if not self.closed:
             self.closed = True
             # Waits for a background save; skipped after a crash, when other ranks may not answer.
-            if sys.exc_info()[0] in (None, StoppedBySignal):
+            if error is None or isinstance(error, StoppedBySignal):
                 self.checkpoints.close()
         self.runtime.close()
 
     # ---- phases --------------------------------------------------------------------------------
-
-    def _rollout(self) -> tuple[RolloutBatch, dict[str, float]]:
-        """Generated and scored samples of the step, spread over the replicas by cost."""
-        config, groups, metrics = self.config, self.groups, {}
-        if config.algorithm.dynamic_sampling.enable:
-            batch, metrics = fill_batch(
-                self._draw, prompts=config.rollout.batch_size, n=config.rollout.n,
-                max_batches=config.algorithm.dynamic_sampling.max_batches, groups=groups,
-            )  # fmt: skip
-        else:
-            batch = self._draw()
-        return balance(
-            batch, groups, cost=partial(sample_flops, self.inputs.architectures["actor"]),
-            block=prompts_per_block(config, groups.layout.dp),
-        ), metrics  # fmt: skip
-
-    def _draw(self, first_index: int = 0) -> RolloutBatch:
-        """Samples for the next `rollout.batch_size` prompts, with their scores."""
-        config = self.config
-        prompts = self.inputs.stream.take(config.rollout.batch_size)
-        stop = self.runtime.stop
-        with stop.section(), self._on_generation_layout(), self._phase("generation"):
-            batch = self._generate(
-                prompts, n=config.rollout.n, temperature=config.rollout.temperature,
-                first_request=self.samples_drawn, first_index=first_index,
-            )  # fmt: skip
-        assert batch is not None, "rollout.batch_size gives every replica a prompt: checked"
-        self.samples_drawn += config.samples_per_step
-        with stop.section(), self._phase("scoring"):
-            self._reward(batch)
-        return batch
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """A timed phase with what it needs on the device."""
         with self.timer.phase(name), self.residency.phase(name):
             yield
-
-    def _on_generation_layout(self) -> AbstractContextManager[None]:
-        return on_generation_layout(self.models.actor, self.models.transition, self._phase)
-
-    def _generate(
-        self, prompts: list, *, n: int, temperature: float, first_request: int,
-        first_index: int = 0,
-    ) -> RolloutBatch | None:  # fmt: skip
-        sampling = sampling_params(
-            self.config, self.inputs.tokenizer, temperature=temperature, seed=self.config.seed
-        )
-        return collect(
-            self.models.transition, self.inputs.tokenizer, prompts, n=n, sampling=sampling,
-            first_request=first_request, first_index=first_index,
-            block=prompts_per_block(self.config, self.groups.layout.dp),
-        )  # fmt: skip
-
-    def _reward(self, batch: RolloutBatch) -> None:
-        """The learned model's scores, the function's, or both together."""
-        learned = None
-        if self.models.reward is not None:
-            reader = self.inputs.reward_reader
-            learned = learned_scores(batch, self.models.reward, reader, self.config)
-        score(batch, self.inputs.reward, self.groups, self.runtime.stop, learned)
 
     def _evaluate_policies(self, batch: RolloutBatch) -> None:
         """Log-probs of the actor and the reference, values of the critic."""
@@ -300,41 +232,34 @@ class Trainer:
                 batch.tensors["values"], batch.tensors["bootstrap"] = values
 
     def _update(self, batch: RolloutBatch) -> Updates:
-        """Epochs of mini-batches for the critic and the actor."""
+        """The critic learns, then the actor."""
         config, algorithm, models = self.config, self.config.algorithm, self.models
         updates: Updates = {}
-        jobs: list[tuple[str, Trainable, Any, str, Any]] = []
         if models.critic is not None:
-            jobs.append(("critic", models.critic, critic_loss(config), "token_mean", None))
+            with self._phase("update_critic"):
+                share = share_under(batch, self.groups, models.critic.model.groups)
+                updates["critic"] = update_epochs(
+                    models.critic, share, config, critic_loss(config), "token_mean"
+                )
         if self.step_count >= algorithm.critic_warmup_steps:
             reference = models.reference if algorithm.kl.estimator == "full" else None
             loss = actor_loss(models.actor.model, config, self.kl.coef, reference)
-            jobs.append(("actor", models.actor, loss, algorithm.loss_aggregation, reference))
-        for role, trainable, loss, aggregation, reference in jobs:
-            results, parts = [], []
-            with self._phase(f"update_{role}"):
-                share = share_under(batch, self.groups, trainable.model.groups)
-                for _ in range(config.training.epochs):
-                    for samples in mini_batches(share, config):
-                        result, sums = update_step(
-                            trainable, share, samples, config, loss, aggregation, reference
-                        )
-                        results.append(result)
-                        parts.append(sums)
-                trainable.release_gradients()
-            updates[role] = results, add_metrics(parts)
+            with self._phase("update_actor"):
+                updates["actor"] = update_epochs(
+                    models.actor, batch, config, loss, algorithm.loss_aggregation, reference
+                )
         return updates
 
     # ---- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "step": self.step_count, "samples_drawn": self.samples_drawn,
+            "step": self.step_count, "samples_drawn": self.rollout.samples_drawn,
             "critic_biased": self.critic_biased, "evaluated_step": self.evaluated_step,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step_count, self.samples_drawn = state["step"], state["samples_drawn"]
+        self.step_count, self.rollout.samples_drawn = state["step"], state["samples_drawn"]
         self.critic_biased = state["critic_biased"]
         self.evaluated_step = state["evaluated_step"]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,17 @@ def ranks():
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def fresh_process():
+    """`fresh_process(fn, *args)` runs a function in a new interpreter and returns what it returns.
+
+    For whole runs on a GPU: a forked rank can't use CUDA once its parent has, and libraries read
+    the variables of deterministic kernels when they are first used.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda fn, *args: pool.submit(fn, *args).result()
 
 
 @pytest.fixture(scope="session")

@@ -132,6 +132,30 @@ def mini_batches(batch: RolloutBatch, config: Config) -> list[list[int]]:
     return lists
 
 
+def update_epochs(
+    trainable: Trainable, batch: RolloutBatch, config: Config, loss: Loss, aggregation: str,
+    reference: ParallelModel | None = None,
+) -> tuple[list[StepResult], dict[str, Tensor]]:  # fmt: skip
+    """All optimizer steps on a rollout: `training.epochs` times every mini-batch.
+
+    Args:
+        batch: the samples of this rank's replica under the model's own layout.
+
+    Returns:
+        The steps' outcomes and metric sums over all of them.
+    """
+    results, parts = [], []
+    for _ in range(config.training.epochs):
+        for samples in mini_batches(batch, config):
+            result, sums = update_step(
+                trainable, batch, samples, config, loss, aggregation, reference
+            )
+            results.append(result)
+            parts.append(sums)
+    trainable.release_gradients()
+    return results, add_metrics(parts)
+
+
 def update_step(
     trainable: Trainable, batch: RolloutBatch, samples: list[int], config: Config, loss: Loss,
     aggregation: str, reference: ParallelModel | None = None,

@@ -19,6 +19,10 @@ from megatron_rl.monitor.run_folder import read_attempts, read_rows, write_whole
 PAGE = Path(__file__).with_name("report_page.html")
 
 
+class PlotlyMissingError(ValueError):
+    """The page holds plotly's JavaScript, and plotly is not installed; says what to do."""
+
+
 def write_report(folder: Path) -> Path:
     """Writes `report.html` into a run folder from the files that are there.
 
@@ -27,6 +31,7 @@ def write_report(folder: Path) -> Path:
 
     Raises:
         ValueError: if the folder has no metrics.
+        PlotlyMissingError: without plotly; nothing is written.
     """
     rows = read_rows(folder / "metrics.jsonl")
     if not rows:
@@ -34,7 +39,16 @@ def write_report(folder: Path) -> Path:
             f"{folder} has no metrics.jsonl with rows: name the folder of a run (its run_dir)"
         )
     path = folder / "report.html"
-    write_whole(path, render(folder, rows))
+    try:
+        page = render(folder, rows)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "plotly":
+            raise
+        raise PlotlyMissingError(
+            f"{path} is not written, because plotly is not installed; pip install plotly, then "
+            f"python -m megatron_rl.monitor report --run {folder}"
+        ) from error
+    write_whole(path, page)
     return path
 
 

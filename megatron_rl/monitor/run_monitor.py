@@ -40,6 +40,7 @@ from megatron_rl.monitor.summary import Updates, learning_metrics, rollout_metri
 from megatron_rl.monitor.writers import StepRecord, Writers
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.runtime import log
 from megatron_rl.stopping import StoppedBySignal
 
 
@@ -125,11 +126,14 @@ class RunMonitor:
             self.writers.evaluation(step, metrics)
 
     def finish(self) -> None:
-        """The run is complete: writes the report."""
+        """The run is complete: writes the report. A trained run does not fail for want of it."""
         if self.writers is not None and self.config.monitor.report:
-            from megatron_rl.monitor.report import write_report
+            from megatron_rl.monitor.report import PlotlyMissingError, write_report
 
-            self.writers.note(f"report: {write_report(self.folder)}")
+            try:
+                self.writers.note(f"report: {write_report(self.folder)}")
+            except PlotlyMissingError as missing:
+                log.warning("%s", missing)
 
     def close(self) -> None:
         """Closes all files; safe to call twice."""

@@ -55,13 +55,13 @@ def run_transition(rank, world, values):
         addresses = {name: p.data_ptr() for name, p in trained.items()}
         parameters = {p.untyped_storage()._cdata for p in trained.values()}
         before = live_bytes()
-        with Collectives() as transition, trainer._on_generation_layout():
+        with Collectives() as transition, trainer.rollout.on_generation_layout():
             inside = live_bytes()
             used = dict(trainer.models.transition.engine.model.named_parameters())
             assert {name: p.data_ptr() for name, p in used.items()} == addresses
             moved = list(transition.calls)
             with Collectives() as generation:
-                trainer._generate(
+                trainer.rollout.generate(
                     trainer.inputs.stream.take(4), n=1, temperature=1.0, first_request=0
                 )
             transition.calls.clear()

@@ -77,14 +77,14 @@ def run(rank, world, values, steps, watch=False):
     from megatron_rl import Config, Trainer
 
     trainer = Trainer(Config.from_dict(values))
-    sequences, rollout = [], trainer._rollout
+    sequences, rollout = [], trainer.rollout.draw_step
 
     def recorded():
         batch, extra = rollout()
         sequences.append([s.tolist() for s in batch.sequences])
         return batch, extra
 
-    trainer._rollout = recorded
+    trainer.rollout.draw_step = recorded
     model = trainer.models.actor.model
     seen = watch_transition(trainer.models.transition, model) if watch else []
     try:

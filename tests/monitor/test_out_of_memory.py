@@ -141,12 +141,14 @@ def test_one_rank_without_memory_ends_all(tiny_model_dir, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.ranks
-def test_a_full_gpu_is_explained(tiny_model_dir, tmp_path, ranks):
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_full_gpu_is_explained(tiny_model_dir, tmp_path, fresh_process):
     body = "import torch; torch.empty(10**15, dtype=torch.uint8, device='cuda')"
     values = run_case.settings(
-        str(tiny_model_dir), tmp_path, reward={"function": reward_file(tmp_path, body)}
-    )
-    values["runtime"] = {"device": "cuda"}
-    with pytest.raises(RankError, match="rank 0 ran out of memory in phase scoring. It holds: "):
-        ranks(1, run_case.run, values, 1)
+        str(tiny_model_dir), tmp_path, reward={"function": reward_file(tmp_path, body)},
+        runtime__device="cuda",
+    )  # fmt: skip
+    with pytest.raises(
+        RuntimeError, match="rank 0 ran out of memory in phase scoring. It holds: activations"
+    ):
+        fresh_process(run_case.run, 0, 1, values, 1)

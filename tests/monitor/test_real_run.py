@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,13 @@ def run_all(rank, world, values):
         return trainer.train()
     finally:
         trainer.close()
+
+
+def run_without_plotly(rank, world, values):
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("plotly", "plotly.offline"):
+            patch.setitem(sys.modules, name, None)
+        return run_all(rank, world, values)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +122,20 @@ def test_folder_explains_itself(run):
     (folder / "report.html").unlink()
     assert main(["report", "--run", str(folder)]) == 0
     assert (folder / "report.html").read_text() == page
+
+
+def test_a_trained_run_does_not_fail_for_want_of_plotly(ranks, tiny_model_dir, tmp_path):
+    values = run_case.settings(
+        str(tiny_model_dir), tmp_path, training__steps=1, evaluation__at_start=False,
+        evaluation__at_end=False,
+    )  # fmt: skip
+    (metrics,) = ranks(1, run_without_plotly, values)
+    assert "reward/mean" in metrics
+    folder = tmp_path / "run"
+    log = (folder / "logs" / "rank_00000.log").read_text()
+    assert log.count("plotly is not installed; pip install plotly, then python -m") == 1
+    assert not (folder / "report.html").exists()
+    assert main(["report", "--run", str(folder)]) == 0 and (folder / "report.html").is_file()
 
 
 def test_profile_of_absent_ranks_or_steps_is_refused(tiny_model_dir, tmp_path):

@@ -131,7 +131,7 @@ def rollout_scores(rank, world, values):
 
     trainer = Trainer(Config.from_dict(values))
     try:
-        batch, _ = trainer._rollout()
+        batch, _ = trainer.rollout.draw_step()
         trainer._evaluate_policies(batch)
         questions = [p.text for p in batch.prompts]
         texts = list(zip(questions, batch.texts, strict=True))

@@ -70,10 +70,10 @@ def run(rank: int, world: int, values: dict, kill: int | None) -> dict[str, Any]
             "start": start, "steps": steps, "notes": trainer.checkpoints.notes,
             "prompts": trainer.inputs.stream.state_dict(),
             "tensors": {
-                f"{role} {name}": x
+                f"{role} {name}": x.detach().cpu().clone()
                 for role, trainable in trainables.items()
                 for name, x in (
-                    *((n, p.detach().clone()) for n, p in trainable.model.named_parameters()),
+                    *trainable.model.named_parameters(),
                     *optimizer_tensors(trainable).items(),
                 )
             },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,10 +58,13 @@ def test_reward_that_raises_in_step_3_stops_all_ranks(tiny_model_dir, tmp_path):
     process = launch(tmp_path, values, 2)
     _, error = process.communicate(timeout=240)
     assert process.returncode not in (0, 2, 75)
-    assert "RuntimeError: boom" in error and "rank 0 failed" in error
+    assert error.count("rank 0 failed:\n") == 1 and "RuntimeError: boom" in error
     latest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
     assert "2" in latest, latest
-    assert (tmp_path / "run" / "logs" / "rank_00001.log").is_file()
+    logs = tmp_path / "run" / "logs"
+    log = (logs / "rank_00000.log").read_text()
+    assert log.count("RuntimeError: boom") == 1 and "in score" in log, "once, with its traceback"
+    assert "rank 0 ended with RuntimeError: boom" in (logs / "rank_00001.log").read_text()
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2]
 
@@ -78,6 +82,8 @@ def test_wrong_scores_are_named(tiny_model_dir, tmp_path, ranks, body, message):
     )
     with pytest.raises(RankError, match=message):
         ranks(1, run_case.run, values, 1)
+    log = (tmp_path / "run" / "logs" / "rank_00000.log").read_text()
+    assert re.search(message, log), "close() comes after the failure is in the log"
 
 
 @pytest.mark.ranks

@@ -68,7 +68,7 @@ def draws(rank, world, values):
 
     trainer = Trainer(Config.from_dict(values))
     try:
-        batch, _ = trainer._rollout()
+        batch, _ = trainer.rollout.draw_step()
         rows = zip(batch.sequences, batch.prompt_lengths, strict=True)
         return [tuple(s[p:].tolist()) for s, p in rows], trainer.groups.dp_rank
     finally:
