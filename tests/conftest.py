@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import subprocess
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tests.planted_code import Plant  # noqa: E402
 from tests.rank_pool import RankPools  # noqa: E402
 from tests.tiny_models import TINY, write_tiny_model  # noqa: E402
 
@@ -68,12 +70,24 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 8 MiB."""
+def marker(tmp_path):
+    """What a `Plant` would create. It works, and nothing may execute it in the test."""
+    path = tmp_path / "executed"
+    pickle.loads(pickle.dumps(Plant(path)))
+    assert path.exists(), "the plant works"
+    path.unlink()
+    yield path
+    assert not path.exists(), "a planted pickle was executed"
+
+
+@pytest.fixture
+def small_disk(tmp_path, request):
+    """A file system of 8 MiB, or of as many as an indirect parameter says."""
     folder = tmp_path / "disk"
     folder.mkdir()
+    size = f"size={getattr(request, 'param', 8)}m"
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], capture_output=True
     )
     if mount.returncode:
         pytest.skip("mounting a small tmpfs needs root")

@@ -16,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
 from megatron_rl.checkpoint import CheckpointError
-from megatron_rl.checkpoint.folder import Manifest, record_of
 from megatron_rl.checkpoint.safe_loading import (
     UnsafeCheckpointError,
     read_index,
@@ -25,35 +24,12 @@ from megatron_rl.checkpoint.safe_loading import (
 )
 from tests.checkpoint import resume_case as resume
 from tests.engine import training_case as case
-
-
-class Plant:
-    """Pickles to a call that creates `marker`."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self.marker,)
+from tests.planted_code import PLACES, Plant, name_as_pickle, plant_in_checkpoint
 
 
 def plain_checkpoint(folder: Path, state: dict) -> Path:
     torch_checkpoint.save(state, checkpoint_id=folder, no_dist=True)
     return folder
-
-
-@pytest.fixture
-def marker(tmp_path):
-    path = tmp_path / "executed"
-    yield path
-    assert not path.exists(), "a planted pickle was executed"
-
-
-def test_the_plant_works(tmp_path):
-    """Otherwise the other tests would prove nothing."""
-    marker = tmp_path / "executed"
-    pickle.loads(pickle.dumps(Plant(marker)))
-    assert marker.exists()
 
 
 def test_an_index_with_a_plant_is_refused(tmp_path, marker):
@@ -78,15 +54,9 @@ def test_a_plant_inside_a_real_index_is_refused(tmp_path, marker):
     ("torch.distributed.checkpoint.metadata", "os.system"), ("pathlib", "Path.touch"),
 ])  # fmt: skip
 def test_names_outside_the_list_are_refused(tmp_path, module, name):
-    """Protocol 4 names may hold dots, which reach through modules."""
-    code = pickle.PROTO + b"\x04" + _text(module) + _text(name) + pickle.STACK_GLOBAL + b"."
-    (tmp_path / ".metadata").write_bytes(code)
+    (tmp_path / ".metadata").write_bytes(name_as_pickle(module, name))
     with pytest.raises(UnsafeCheckpointError, match="which no checkpoint index contains"):
         read_index(tmp_path)
-
-
-def _text(value: str) -> bytes:
-    return pickle.SHORT_BINUNICODE + bytes([len(value)]) + value.encode()
 
 
 def test_an_index_of_torch_is_read_in_full(tmp_path):
@@ -149,11 +119,7 @@ def planted_resume(rank, world, folder, model, marker, place):
     checkpoints = resume.manager(folder, {"actor": trainable})
     resume.train_step(trainable, 2)
     path = checkpoints.save(1)
-    _plant(path / "tensors", place, marker)
-    manifest = Manifest.read(path)
-    for name in manifest.files:
-        manifest.files[name] = record_of(path / name)
-    manifest.write(path)
+    plant_in_checkpoint(path, place, marker)
     try:
         checkpoints.load()
     except CheckpointError as error:
@@ -161,26 +127,8 @@ def planted_resume(rank, world, folder, model, marker, place):
     return None
 
 
-def _plant(tensors: Path, place: str, marker: Path) -> None:
-    if place == ".metadata":
-        index = read_index(tensors)
-        index.planner_data = Plant(marker)
-        (tensors / place).write_bytes(pickle.dumps(index))
-    elif place == "common.pt":
-        torch.save(Plant(marker), tensors / place)
-    else:
-        index = read_index(tensors)
-        name, info = next((k, v) for k, v in index.storage_data.items() if "weight" in k.fqn)
-        file = tensors / info.relative_path
-        with file.open("ab") as stream:
-            info.offset = stream.tell()
-            torch.save(Plant(marker), stream)
-            info.length = stream.tell() - info.offset
-        (tensors / ".metadata").write_bytes(pickle.dumps(index))
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize("place", [".metadata", "common.pt", "a tensor's bytes"])
+@pytest.mark.parametrize("place", PLACES)
 def test_resume_never_runs_a_plant(ranks, tiny_model, tmp_path, marker, place):
     args = (tmp_path / "run", str(tiny_model("llama")), marker, place)
     (error,) = ranks(1, planted_resume, *args)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.convert.__main__ import main
 from tests.convert.test_round_trip import assert_same_weights, convert, weights
+from tests.planted_code import renew_manifest
 from tests.tiny_models import edit_config, write_tiny_reward_model
 
 Case = tuple[Callable[[Path], object], list[str]]
@@ -117,16 +117,6 @@ def other_architecture(folder: Path) -> None:
     renew_manifest(folder)
 
 
-def renew_manifest(folder: Path) -> None:
-    """Makes the manifest fit what the files hold now."""
-    from megatron_rl.checkpoint.folder import Manifest, record_of
-
-    manifest = Manifest.read(folder)
-    for name in manifest.files:
-        manifest.files[name] = record_of(folder / name)
-    manifest.write(folder)
-
-
 MEGATRON: dict[str, Case] = {
     "truncated": (cut_tensors, ["__0_0.distcp", "bytes instead of", "damaged"]),
     "file missing": (
@@ -163,19 +153,7 @@ def test_sizes(tmp_path, capsys, size):
     assert stop.value.code == 2 and "write 5GB" in capsys.readouterr().err
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
-    )
-    if mount.returncode:
-        pytest.skip("mounting a small tmpfs needs root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
+@pytest.mark.parametrize("small_disk", [1], indirect=True)
 def test_too_full_a_disk_is_seen_before_anything_is_written(tiny_model_dir, small_disk, capsys):
     target = small_disk / "result"
     assert main(["hf-to-megatron", "--from", str(tiny_model_dir), "--to", str(target)]) == 2
@@ -184,6 +162,7 @@ def test_too_full_a_disk_is_seen_before_anything_is_written(tiny_model_dir, smal
     assert list(small_disk.iterdir()) == []
 
 
+@pytest.mark.parametrize("small_disk", [1], indirect=True)
 @pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
 def test_a_disk_that_fills_up_meanwhile(tiny_model_dir, tmp_path, small_disk, capsys, monkeypatch,
                                         command):  # fmt: skip

@@ -16,6 +16,7 @@ from megatron_rl.convert.megatron_lm.arguments import architecture_of, arguments
 from megatron_rl.convert.megatron_lm.locate import find_iteration
 from megatron_rl.convert.megatron_lm.plain_pickle import read_plain
 from megatron_rl.models.families import Architecture, Rope
+from tests.planted_code import Plant, name_as_pickle
 
 BASE = dict(
     num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, kv_channels=16,
@@ -160,23 +161,6 @@ def test_a_missing_rank_and_expert_ranks(tmp_path):
         MegatronLMFolder(folder, "actor")
 
 
-class Plant:
-    """Pickles to a call that creates `marker`."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self.marker,)
-
-
-@pytest.fixture
-def marker(tmp_path):
-    path = tmp_path / "executed"
-    yield path
-    assert not path.exists(), "a planted pickle was executed"
-
-
 @pytest.mark.parametrize("place", ["args", "model", "rng_state"])
 def test_a_plant_in_a_legacy_file_is_refused(tmp_path, marker, place, capsys):
     legacy(tmp_path, **{place: Plant(marker)})
@@ -215,20 +199,16 @@ def test_a_plant_in_a_torch_dist_folder_is_refused(tmp_path, tiny_model, marker,
     ("numpy", "load"), ("megatronx", "f"), ("torch.storage", "_load_from_bytes"),
 ])  # fmt: skip
 def test_names_outside_the_list_are_refused(tmp_path, module, name):
-    """Protocol 4 names may hold dots, which reach through modules."""
     import zipfile
 
-    def text(value: str) -> bytes:
-        return pickle.SHORT_BINUNICODE + bytes([len(value)]) + value.encode()
-
-    code = pickle.PROTO + b"\x04" + text(module) + text(name) + pickle.STACK_GLOBAL + b"."
     path = tmp_path / "common.pt"
     torch.save({"x": 1}, path)
     with zipfile.ZipFile(path) as archive:
         entries = {n: archive.read(n) for n in archive.namelist()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for entry, data in entries.items():
-            archive.writestr(entry, code if entry.endswith("data.pkl") else data)
+            planted = entry.endswith("data.pkl")
+            archive.writestr(entry, name_as_pickle(module, name) if planted else data)
     with pytest.raises(UnsafeCheckpointError, match="no part of a Megatron-LM checkpoint"):
         read_plain(path)
 

@@ -3,71 +3,24 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_rl.checkpoint.safe_loading import read_index
 from megatron_rl.convert.__main__ import main
-from tests.convert.test_bad_input import renew_manifest
 from tests.convert.test_round_trip import convert
+from tests.planted_code import PLACES, Plant, plant_in_checkpoint
 from tests.tiny_models import write_tiny_reward_model
 from tests.trainer import run_case
-
-PLACES = [".metadata", "common.pt", "a byte item", "a tensor's bytes"]
-
-
-class Plant:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self.marker,)
-
-
-@pytest.fixture
-def marker(tmp_path):
-    path = tmp_path / "executed"
-    pickle.loads(pickle.dumps(Plant(path)))
-    assert path.exists(), "the plant works"
-    path.unlink()
-    yield path
-    assert not path.exists(), "a planted pickle was executed"
-
-
-def plant(folder: Path, place: str, marker: Path) -> None:
-    """Plants a pickle and makes index and manifest fit it."""
-    tensors = folder / "tensors"
-    index = read_index(tensors)
-    if place == ".metadata":
-        index.planner_data = Plant(marker)
-        (tensors / place).write_bytes(pickle.dumps(index))
-    elif place == "common.pt":
-        torch.save(Plant(marker), tensors / place)
-    else:
-        key, info = next((k, v) for k, v in index.storage_data.items() if "layernorm" in k.fqn)
-        with (tensors / info.relative_path).open("ab") as stream:
-            info.offset = stream.tell()
-            torch.save(Plant(marker), stream)
-            info.length = stream.tell() - info.offset
-        if place == "a byte item":
-            from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
-            index.state_dict_metadata[key.fqn] = BytesStorageMetadata()
-        (tensors / ".metadata").write_bytes(pickle.dumps(index))
-    renew_manifest(folder)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("command", ["megatron-to-hf", "inspect", "verify"])
 def test_convert_and_inspect(tiny_model_dir, tmp_path, marker, capsys, place, command):
     convert("hf-to-megatron", tiny_model_dir, tmp_path / "m")
-    plant(tmp_path / "m", place, marker)
+    plant_in_checkpoint(tmp_path / "m", place, marker)
     capsys.readouterr()
     arguments = {
         "megatron-to-hf": ["--from", str(tmp_path / "m"), "--to", str(tmp_path / "out")],
@@ -90,7 +43,7 @@ def test_convert_and_inspect(tiny_model_dir, tmp_path, marker, capsys, place, co
 def test_a_reward_model(ranks, tiny_model_dir, tmp_path, marker, place):
     source = write_tiny_reward_model(tiny_model_dir, tmp_path / "source")
     convert("hf-to-megatron", source, tmp_path / "m")
-    plant(tmp_path / "m", place, marker)
+    plant_in_checkpoint(tmp_path / "m", place, marker)
     values = run_case.settings(
         str(tiny_model_dir), tmp_path, model__reward={"path": str(tmp_path / "m")}, reward={}
     )
