@@ -44,24 +44,46 @@ def _mean(rows: Sequence[Row], tag: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def kl_explosion(window: Window, limits: AlertSettings) -> str | None:
-    kl = window.mean("kl/ref")
-    if kl is None or limits.kl is None or not _above(kl, limits.kl):
-        return None
-    return (
-        f"KL explosion: {kl:.3g} nats per token from the reference (limit {limits.kl:g}); raise "
-        "algorithm.kl.coef or lower training.actor.lr"
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Above:
+    """The mean of a metric over the newest steps is above its limit, or not a number.
+
+    Attributes:
+        limit: name of the setting; null switches the rule off.
+        message: with places for `value` and `limit`.
+    """
+
+    tag: str
+    limit: str
+    message: str
+
+    def __call__(self, window: Window, limits: AlertSettings) -> str | None:
+        value, limit = window.mean(self.tag), getattr(limits, self.limit)
+        if value is None or limit is None or not _above(value, limit):
+            return None
+        return self.message.format(value=value, limit=limit)
 
 
-def large_update(window: Window, limits: AlertSettings) -> str | None:
-    kl = window.mean("policy/approx_kl3")
-    if kl is None or limits.update_kl is None or not _above(kl, limits.update_kl):
-        return None
-    return (
-        f"too large updates: a step moves the policy by {kl:.3g} nats per token (limit "
-        f"{limits.update_kl:g}); lower training.actor.lr or training.epochs"
-    )
+kl_explosion = Above(
+    tag="kl/ref", limit="kl",
+    message="KL explosion: {value:.3g} nats per token from the reference (limit {limit:g}); raise "
+    "algorithm.kl.coef or lower training.actor.lr",
+)  # fmt: skip
+large_update = Above(
+    tag="policy/approx_kl3", limit="update_kl",
+    message="too large updates: a step moves the policy by {value:.3g} nats per token (limit "
+    "{limit:g}); lower training.actor.lr or training.epochs",
+)  # fmt: skip
+clip_fraction = Above(
+    tag="policy/clipfrac", limit="clipfrac",
+    message="clipping: the clip is active on {value:.0%} of the tokens (limit {limit:.0%}); "
+    "lower training.actor.lr or training.epochs",
+)  # fmt: skip
+drift = Above(
+    tag="drift/mean_abs", limit="drift",
+    message="drift: log-probs of generation and training differ by {value:.3g} on average (limit "
+    "{limit:g}); set algorithm.importance_sampling.enable=true, and compare the precision of both",
+)  # fmt: skip
 
 
 def entropy_collapse(window: Window, limits: AlertSettings) -> str | None:
@@ -73,16 +95,6 @@ def entropy_collapse(window: Window, limits: AlertSettings) -> str | None:
         f"entropy collapse: {now:.3g} nats per token, {start:.3g} at the start (limit "
         f"{share:.0%} of it); raise algorithm.entropy_coef or algorithm.clip_high, or lower "
         "training.actor.lr"
-    )
-
-
-def clip_fraction(window: Window, limits: AlertSettings) -> str | None:
-    share = window.mean("policy/clipfrac")
-    if share is None or limits.clipfrac is None or not _above(share, limits.clipfrac):
-        return None
-    return (
-        f"clipping: the clip is active on {share:.0%} of the tokens (limit {limits.clipfrac:.0%}); "
-        "lower training.actor.lr or training.epochs"
     )
 
 
@@ -110,17 +122,6 @@ def explained_variance(window: Window, limits: AlertSettings) -> str | None:
     return (
         f"the critic is worse than a constant: explained variance {value:.2f} (limit {floor:g}); "
         "raise training.critic.lr or algorithm.critic_warmup_steps"
-    )
-
-
-def drift(window: Window, limits: AlertSettings) -> str | None:
-    gap = window.mean("drift/mean_abs")
-    if gap is None or limits.drift is None or not _above(gap, limits.drift):
-        return None
-    return (
-        f"drift: log-probs of generation and training differ by {gap:.3g} on average (limit "
-        f"{limits.drift:g}); set algorithm.importance_sampling.enable=true, and compare the "
-        "precision of both"
     )
 
 

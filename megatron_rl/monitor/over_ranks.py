@@ -69,6 +69,14 @@ def slowest_seconds(table: RankTable) -> dict[str, float]:
     return {phase: float(table.column(phase, "seconds").max()) for phase in table.ran}
 
 
+def rank_metrics(table: RankTable, *, on_gpu: bool) -> dict[str, float]:
+    """Everything that a step's table says about the ranks."""
+    return (
+        time_metrics(table) | straggler_metrics(table) | memory_metrics(table, on_gpu=on_gpu)
+        | hardware_metrics(table)
+    )  # fmt: skip
+
+
 def time_metrics(table: RankTable) -> dict[str, float]:
     """Mean seconds over ranks, and the longest against the median, by phase."""
     metrics = {}

@@ -24,15 +24,7 @@ from megatron_rl.monitor.flops import (
     throughput_metrics,
 )
 from megatron_rl.monitor.hardware import HardwareMeter
-from megatron_rl.monitor.over_ranks import (
-    RankTable,
-    gather_table,
-    hardware_metrics,
-    memory_metrics,
-    slowest_seconds,
-    straggler_metrics,
-    time_metrics,
-)
+from megatron_rl.monitor.over_ranks import gather_table, rank_metrics, slowest_seconds
 from megatron_rl.monitor.phases import PhaseTimer
 from megatron_rl.monitor.profiling import StepProfiler
 from megatron_rl.monitor.run_folder import describe_run, this_place
@@ -160,7 +152,7 @@ class RunMonitor:
             phase_tokens(work, epochs), step_seconds=seconds, ranks=dist.get_world_size(),
             peak=self.peak,
         )  # fmt: skip
-        return metrics | _rank_metrics(table, on_gpu=self.device.type == "cuda")
+        return metrics | rank_metrics(table, on_gpu=self.device.type == "cuda")
 
     def _seconds_left(self, step: int, now: float) -> float:
         """To the end of the run, at the pace of this attempt so far."""
@@ -175,13 +167,6 @@ class RunMonitor:
         dist.all_gather_object(parts, mine, group=group)
         together = np.concatenate(parts, axis=1)
         return together[0], together[1]
-
-
-def _rank_metrics(table: RankTable, *, on_gpu: bool) -> dict[str, float]:
-    return (
-        time_metrics(table) | straggler_metrics(table) | memory_metrics(table, on_gpu=on_gpu)
-        | hardware_metrics(table)
-    )  # fmt: skip
 
 
 def _peak(config: Config, device: torch.device) -> float | None:

@@ -101,11 +101,36 @@ def test_null_switches_one_alert_off(rule):
     assert follow(alerts, steps(rng, 20) + steps(rng, 20, **sick)) == []
 
 
-def test_a_limit_is_met_from_both_sides():
-    for kl, expected in ((0.999, []), (1.001, ["kl"])):
-        rng, alerts = random.Random(0), Alerts(SETTINGS)
-        found = follow(alerts, steps(rng, 3 * WINDOW, **{"kl/ref": kl}))
-        assert [name for _, name, _ in found] == expected
+# rule → (metric, the limit's setting, the metric that the limit is a share of, range of limits)
+EDGES = {
+    "kl": ("kl/ref", "kl", None, (0.2, 9)),
+    "update_kl": ("policy/approx_kl3", "update_kl", None, (0.05, 9)),
+    "entropy": ("policy/entropy", "entropy_share", "policy/entropy", (0.1, 0.8)),
+    "clipfrac": ("policy/clipfrac", "clipfrac", None, (0.2, 0.9)),
+    "length": ("length/response_mean", "length_growth", "length/response_mean", (1.3, 4)),
+    "explained_variance": ("value/explained_variance", "explained_variance", None, (-0.5, 0.4)),
+    "drift": ("drift/mean_abs", "drift", None, (0.01, 1)),
+    "straggler": (
+        "spread/straggler_seconds", "straggler_share", "perf/step_seconds", (0.05, 0.8)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", EDGES)
+def test_a_limit_is_met_from_both_sides(rule):
+    tag, setting, whole, limits = EDGES[rule]
+    rng = random.Random()
+    limit, size = rng.uniform(*limits), rng.uniform(1.5, 20.0)
+    exact = {} if whole is None else {whole: size}
+    edge = limit if whole is None else limit * size
+    worse = 1 if SICK[rule][0][tag] > HEALTHY[tag] else -1
+    for side, expected in ((-worse, []), (worse, [rule])):
+        alerts = Alerts(dataclasses.replace(SETTINGS, **{setting: limit}))
+        assert follow(alerts, steps(rng, 3 * WINDOW, **exact)) == []
+        value = edge + side * 1e-3 * abs(edge)
+        changes = exact | {tag: value, "spread/straggler_rank": 3.0}
+        found = follow(alerts, steps(rng, WINDOW, **changes))
+        assert [name for _, name, _ in found] == expected, (limit, size)
 
 
 def test_a_fresh_critic_may_be_wrong_for_two_windows():
@@ -120,6 +145,15 @@ def test_slow_ranks_that_take_turns_are_no_straggler():
     rows = steps(rng, 30, **{"spread/straggler_seconds": 4.0})
     for i, row in enumerate(rows):
         row["spread/straggler_rank"] = float(i % 3)
+    assert follow(alerts, rows) == []
+
+
+def test_a_rank_that_is_late_in_all_but_one_step_is_no_straggler():
+    rng, alerts = random.Random(), Alerts(SETTINGS)
+    sick = SICK["straggler"][0]
+    rows = steps(rng, 4 * WINDOW, **sick)
+    for row in rows[:: WINDOW - 1]:  # at least one in every window
+        row["spread/straggler_seconds"] = 0.5
     assert follow(alerts, rows) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron_rl.monitor.over_ranks import (
     gather_table,
     hardware_metrics,
     memory_metrics,
+    rank_metrics,
     slowest_seconds,
     straggler_metrics,
     time_metrics,
@@ -40,23 +42,21 @@ def gathered(rank, world):
         uses["evaluation"] = PhaseUse(seconds=6.0, fragmented=3e9)
     extra = {"busy_share": 0.5 + rank / 10, "watts": 100.0, "elapsed": 9.0, "eta": 5.0 + rank}
     found = gather_table(uses, extra, torch.device("cpu"))
-    return (
-        time_metrics(found), memory_metrics(found, on_gpu=True), hardware_metrics(found),
-        slowest_seconds(found), found.extra["eta"].tolist(),
-    )  # fmt: skip
+    return rank_metrics(found, on_gpu=True), slowest_seconds(found), found.extra["eta"].tolist()
 
 
 @pytest.mark.ranks
 def test_every_rank_gets_the_same_table(ranks):
     first, second = ranks(2, gathered)
     assert first == second
-    times, memory, hardware, slowest, eta = first
-    assert times["perf/generation_seconds"] == 1.5 and times["perf/evaluation_seconds"] == 3.0
-    assert times["spread/generation"] == 2.0
+    metrics, slowest, eta = first
+    assert metrics["perf/generation_seconds"] == 1.5 and metrics["perf/evaluation_seconds"] == 3.0
+    assert metrics["spread/generation"] == 2.0 and metrics["spread/straggler_rank"] == 1.0
     assert slowest == {"generation": 2.0, "evaluation": 6.0} and eta == [5.0, 6.0]
-    assert memory["memory/generation_allocated_gb"] == 2.0 == memory["perf/gpu_memory_gb"]
-    assert memory["memory/evaluation_fragmented_gb"] == 3.0 and memory["perf/host_memory_gb"] == 1.0
-    assert hardware == {
+    assert metrics["memory/generation_allocated_gb"] == 2.0 == metrics["perf/gpu_memory_gb"]
+    assert metrics["memory/evaluation_fragmented_gb"] == 3.0
+    assert metrics["perf/host_memory_gb"] == 1.0
+    assert {tag: value for tag, value in metrics.items() if tag.startswith("hardware/")} == {
         "hardware/busy_share": pytest.approx(0.55), "hardware/busy_share_min": 0.5,
         "hardware/busy_share_max": pytest.approx(0.6), "hardware/power_watts": 200.0,
     }  # fmt: skip
@@ -67,6 +67,22 @@ def test_the_cause_counts_and_not_the_waiting_that_follows():
     assert straggler_metrics(late) == {
         "spread/straggler_seconds": 4.0, "spread/straggler_rank": 2.0
     }  # fmt: skip
+
+
+def test_waiting_may_take_a_little_longer_than_its_cause():
+    """Two ranks: what the first waits for, and its own noise."""
+    late = table({"generation": [5.0, 9.0], "old_logprobs": [6.5, 2.0]})
+    assert straggler_metrics(late) == {
+        "spread/straggler_seconds": 4.0, "spread/straggler_rank": 1.0
+    }  # fmt: skip
+
+
+def test_the_first_loss_counts_from_half_of_the_largest_on():
+    rng = random.Random()
+    for share, rank in ((rng.uniform(0.51, 0.99), 2.0), (rng.uniform(0.01, 0.49), 0.0)):
+        most = rng.uniform(1.0, 9.0)
+        late = table({"generation": [5, 5, 5 + share * most, 5], "values": [1 + most, 1, 1, 1]})
+        assert straggler_metrics(late)["spread/straggler_rank"] == rank, (share, most)
 
 
 def test_small_noise_before_the_cause_does_not_hide_it():
