@@ -1,16 +1,21 @@
-# Sourced by the example runs in this folder (quickstart.sh, sentiment.sh), after venv.sh: their
-# common arguments, and how they fit the machine. Expects the checkout as the current directory.
+# Sourced by the example runs in this folder (quickstart.sh, sentiment.sh), with venv.sh: their
+# common arguments, and how they fit the machine.
 #
-#   keep_cache_absolute DIR    MEGATRON_RL_CACHE is relative to DIR, where the user is
-#   read_arguments SCRIPT …    sets DRY_RUN and overrides; SCRIPT's head is its help text
-#   train CONFIG …             torchrun with the layout of this machine; the rest are overrides
+#   begin ARGUMENT …   goes to the checkout; sets DRY_RUN and overrides from the script's arguments
+#   train CONFIG …     torchrun with the layout of this machine; the rest are overrides
 
 overrides=()
 
-keep_cache_absolute() {
-    [[ -n ${MEGATRON_RL_CACHE:-} ]] || return 0
-    MEGATRON_RL_CACHE=$(cd "$1" && realpath -m -- "$MEGATRON_RL_CACHE")
-    export MEGATRON_RL_CACHE
+# Of a script in launch/, whose head is its help text.
+begin() {
+    if [[ -n ${MEGATRON_RL_CACHE:-} ]]; then # relative to where the user is
+        MEGATRON_RL_CACHE=$(realpath -m -- "$MEGATRON_RL_CACHE")
+        export MEGATRON_RL_CACHE
+    fi
+    cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+    # shellcheck source=launch/venv.sh
+    source launch/venv.sh
+    read_arguments "launch/${0##*/}" "$@"
 }
 
 usage() {

@@ -12,14 +12,9 @@
 # MEGATRON_RL_CACHE=DIR keeps the models and the data there instead of in .cache.
 # Two ranks on a CPU or on two GPUs, one rank on one GPU.
 set -euo pipefail
-start=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# shellcheck source=launch/venv.sh
-source launch/venv.sh
 # shellcheck source=launch/example_run.sh
-source launch/example_run.sh
-keep_cache_absolute "$start"
-read_arguments launch/sentiment.sh "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/example_run.sh"
+begin "$@"
 
 cache=${MEGATRON_RL_CACHE:-.cache}
 paths=()

@@ -137,6 +137,7 @@ def test_an_error_in_a_phase_can_be_explained():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_peak_memory_of_a_gpu_belongs_to_its_phase():
     timer = PhaseTimer(torch.device("cuda"))
     with timer.phase("generation"):
