@@ -18,7 +18,7 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 INDEX = ".metadata"
@@ -176,6 +176,13 @@ def read_tensors(folder: Path, state: dict[str, Any]) -> None:
             f"{folder} lacks {len(missing)} tensors that this run needs, for example "
             f"{', '.join(missing[:5])}"
         )
+    for name, target in state.items():
+        stored = index.state_dict_metadata[name]
+        if isinstance(stored, BytesStorageMetadata) and not isinstance(target, io.BytesIO):
+            raise UnsafeCheckpointError(
+                f"{folder / INDEX} says that {name} is no tensor but a byte item: it is damaged or "
+                "was made to run code; don't use this checkpoint"
+            )
     planner.set_up_planner(state, index, is_coordinator=True)
     reader.set_up_storage_reader(index, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
