@@ -54,7 +54,8 @@ def rope_kv_write(
 
     Args:
         q_THD, k_TGD, v_TGD: `[T, H, D]`, `[T, G, D]`, `[T, G, D]`, one dtype, last dimension
-            contiguous (slices of a fused QKV output are fine).
+            contiguous (slices of a fused QKV output are fine). q may come as `[T, G, H/G, D]`, as
+            it lies in an output fused by KV head.
         cos_sin_PR: fp32 `[P, R]` from `rope_table`.
         positions_T: int64 `[T]`, each below P (not checked on a GPU).
         k_cache, v_cache: `[blocks, S, G, D]`, written in place in their own dtype; last dimension
@@ -82,13 +83,15 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Tensor,
     k_cache: Tensor, v_cache: Tensor, slots: Tensor,
 ) -> None:  # fmt: skip
-    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
+    grouped = q.ndim == 4 and k.ndim == 3 and q.shape[1] == k.shape[1]
+    fits = k.ndim == 3 and (len(q), q.shape[-1]) == (len(k), k.shape[-1])
+    if not (q.ndim == 3 or grouped) or not fits or k.shape != v.shape:
         raise ValueError(
-            "rope_kv_write wants q [T, H, D] and equal k, v [T, G, D], got "
+            "rope_kv_write wants q [T, H, D] (or [T, G, H/G, D]) and equal k, v [T, G, D], got "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
     tokens, groups, dim = k.shape
-    if q.shape[1] % groups:
+    if not grouped and q.shape[1] % groups:
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {groups} KV heads")
     if k_cache.ndim != 4 or k_cache.shape != v_cache.shape or k_cache.shape[2:] != k.shape[1:]:
         raise ValueError(

@@ -28,16 +28,18 @@ def rope_kv_write(
     slots_T: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See `megatron_rl.kernels.rope_kv_write.rope_kv_write`; arguments are checked there."""
-    tokens, heads, dim = q_THD.shape
-    groups, width = k_TGD.shape[1], cos_sin_PR.shape[1]
+    tokens, groups, dim = k_TGD.shape
+    width = cos_sin_PR.shape[1]
+    q_TGQD = q_THD if q_THD.ndim == 4 else q_THD.unflatten(1, (groups, -1))
+    repeat = q_TGQD.shape[2]
+    heads = groups * repeat
     q_out = torch.empty((tokens, heads, dim), dtype=q_THD.dtype, device=q_THD.device)
     k_out = torch.empty((tokens, groups, dim), dtype=k_TGD.dtype, device=k_TGD.device)
     if tokens == 0:
         return q_out, k_out
-    repeat = heads // groups
     _rope_kv_write[(groups, tokens)](
-        q_THD, k_TGD, v_TGD, cos_sin_PR, positions_T, slots_T, q_out, k_out, k_cache, v_cache,
-        *q_THD.stride()[:2], *k_TGD.stride()[:2], *v_TGD.stride()[:2], cos_sin_PR.stride(0),
+        q_TGQD, k_TGD, v_TGD, cos_sin_PR, positions_T, slots_T, q_out, k_out, k_cache, v_cache,
+        *q_TGQD.stride()[:3], *k_TGD.stride()[:2], *v_TGD.stride()[:2], cos_sin_PR.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3], groups,
         Q=repeat, Q_PAD=triton.next_power_of_2(repeat), D=dim, D_PAD=triton.next_power_of_2(dim),
         HALF=width // 2, HALF_PAD=triton.next_power_of_2(width // 2), S=k_cache.shape[1],
@@ -48,7 +50,7 @@ def rope_kv_write(
 
 @triton.jit
 def _rope_kv_write(
-    q_ptr,  # [T, H, D] in
+    q_ptr,  # [T, G, Q, D] in
     k_ptr,  # [T, G, D] in
     v_ptr,  # [T, G, D] in
     table_ptr,  # [P, R] fp32 in
@@ -58,7 +60,7 @@ def _rope_kv_write(
     k_out_ptr,  # [T, G, D] out
     k_cache_ptr,  # [blocks, S, G, D] out
     v_cache_ptr,  # [blocks, S, G, D] out
-    q_t, q_h, k_t, k_h, v_t, v_h, table_p, kc_n, kc_s, kc_g, vc_n, vc_s, vc_g, groups,
+    q_t, q_g, q_q, k_t, k_h, v_t, v_h, table_p, kc_n, kc_s, kc_g, vc_n, vc_s, vc_g, groups,
     Q: tl.constexpr, Q_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +75,8 @@ def _rope_kv_write(
     query = tl.arange(0, Q_PAD)
     head = (group * Q + query)[:, None]
     q_live = (query < Q)[:, None] & half_live[None, :]
-    q_at = q_ptr + token * q_t + head * q_h + half[None, :]
+    q_row = q_ptr + token * q_t + group * q_g + query[:, None] * q_q
+    q_at = q_row + half[None, :]
     q1 = tl.load(q_at, mask=q_live, other=0.0).to(tl.float32)
     q2 = tl.load(q_at + HALF, mask=q_live, other=0.0).to(tl.float32)
     q_out_at = q_out_ptr + (token * groups * Q + head) * D + half[None, :]
@@ -96,7 +99,7 @@ def _rope_kv_write(
     if 2 * HALF < D:
         k_pass = tl.load(k_in + d, mask=rest, other=0.0)
         q_rest = (query < Q)[:, None] & rest[None, :]
-        q_pass = tl.load(q_ptr + token * q_t + head * q_h + d[None, :], mask=q_rest, other=0.0)
+        q_pass = tl.load(q_row + d[None, :], mask=q_rest, other=0.0)
         tl.store(q_out_ptr + (token * groups * Q + head) * D + d[None, :], q_pass, mask=q_rest)
         tl.store(k_out + d, k_pass, mask=rest)
 

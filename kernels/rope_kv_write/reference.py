@@ -18,6 +18,7 @@ def rope_kv_write(
 ) -> tuple[Tensor, Tensor]:
     """See `megatron_rl.kernels.rope_kv_write.rope_kv_write`."""
     cos_T1R, sin_T1R = cos_sin_PR[positions_T][:, None].chunk(2, dim=-1)
+    q_THD = q_THD.flatten(1, -2)
     q_out, k_out = rotate(q_THD, cos_T1R, sin_T1R), rotate(k_TGD, cos_T1R, sin_T1R)
     stored = (slots_T >= 0).nonzero().squeeze(1)
     block, offset = slots_T[stored] // k_cache.shape[1], slots_T[stored] % k_cache.shape[1]

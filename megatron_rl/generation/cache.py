@@ -8,6 +8,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from megatron_rl.generation.transfer import to_device
 from megatron_rl.kernels.backend import use_triton
 from megatron_rl.models.gpt import ParallelModel
 
@@ -40,11 +41,14 @@ class CacheShape:
 
 
 class KVCache:
-    """Keys and values `[blocks, block_size, G, D]` of each local layer."""
+    """Keys and values `[blocks + 1, block_size, G, D]` of each local layer.
+
+    The last block belongs to nobody: slot -1, which stands for no token, ends there.
+    """
 
     def __init__(self, shape: CacheShape, device: torch.device) -> None:
         self.shape = shape
-        size = (shape.blocks, shape.block_size, shape.kv_heads, shape.head_dim)
+        size = (shape.blocks + 1, shape.block_size, shape.kv_heads, shape.head_dim)
         # One allocation: freeing it gives training a region without holes.
         self._all = torch.zeros((2 * shape.layers, *size), dtype=shape.dtype, device=device)
         self.keys = list(self._all[: shape.layers])
@@ -53,7 +57,7 @@ class KVCache:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies blocks, (from, to). All are read before any is written."""
         if pairs:
-            source, target = torch.tensor(pairs, device=self._all.device).unbind(1)
+            source, target = to_device(pairs, self._all.device).unbind(1)
             self._all[:, target] = self._all[:, source]
 
     def kernels_fit(self, probe: Tensor) -> bool:

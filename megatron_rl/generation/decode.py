@@ -20,6 +20,8 @@ from megatron_rl.generation.blocks import DROPPED
 from megatron_rl.generation.cache import KVCache
 from megatron_rl.generation.sampler import SamplingBatch, draw, pack
 from megatron_rl.generation.scheduler import Step
+from megatron_rl.generation.sequence import Sequence
+from megatron_rl.generation.transfer import to_device
 from megatron_rl.kernels.rope_kv_write import rope_table
 from megatron_rl.models.attention import AttentionBatch, PagedCache, inverse_frequencies
 from megatron_rl.models.gpt import ParallelModel
@@ -63,11 +65,19 @@ class DecodeState:
 
 
 class DecodeLoop:
-    """Decodes on one pipeline stage that is the whole model."""
+    """Decodes on one pipeline stage that is the whole model.
 
-    def __init__(self, model: ParallelModel, cache: KVCache, *, cuda_graphs: bool) -> None:
+    Args:
+        burst: most passes of a step.
+    """
+
+    def __init__(
+        self, model: ParallelModel, cache: KVCache, *, burst: int, cuda_graphs: bool
+    ) -> None:
         self.model, self.cache, self.device = model, cache, model.device
-        self.graphs: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, DecodeState]] = {}
+        self.burst = burst
+        self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, DecodeState]] = {}
+        self._pool = None  # one for all graphs: nothing inside outlives a replay
         self.use_graphs = cuda_graphs and self.device.type == "cuda"
         self.capture_seconds = 0.0
         self.rope_PR = None
@@ -78,8 +88,8 @@ class DecodeLoop:
     def run(self, step: Step) -> Tensor:
         """`step.decodes` passes; returns the results [3, K, B] (see Launched.packed_3KB)."""
         state = self._state(step)
-        longest = max(len(s.tokens) for s in step.sequences)
-        graph = self._graph(state, step.decodes) if self._graphable(state) else None
+        longest = max(s.length for s in step.sequences)
+        graph = self._graph(state) if self._graphable(state) else None
         if graph is None:
             for index in range(step.decodes):
                 self._body(state, longest + index)
@@ -92,36 +102,50 @@ class DecodeLoop:
 
     def _state(self, step: Step) -> DecodeState:
         size, sequences = self.cache.shape.block_size, step.sequences
-        width = max(-(-(len(s.tokens) + step.decodes - 1) // size) for s in sequences)
+        ends = [min(s.length + step.decodes - 1, s.limit) for s in sequences]
+        width = max(-(-end // size) for end in ends)
         rows = [s.table.blocks[:width] for s in sequences]
         table = [row + [DROPPED] * (width - len(row)) for row in rows]
         kwargs = dict(device=self.device)
         return DecodeState(
-            token_B=torch.tensor([s.tokens[-1] for s in sequences], **kwargs),
-            position_B=torch.tensor([len(s.tokens) - 1 for s in sequences], **kwargs),
-            table_BN=torch.tensor(table, dtype=torch.int32, **kwargs),
+            token_B=self._tokens(sequences),
+            position_B=to_device([s.length - 1 for s in sequences], self.device),
+            table_BN=to_device(table, self.device, torch.int32),
             sampling=SamplingBatch.of(sequences, self.model),
             out_3KB=torch.empty((3, step.decodes, len(sequences)), dtype=torch.float64, **kwargs),
             pass_1=torch.zeros(1, dtype=torch.int64, **kwargs),
         )  # fmt: skip
 
+    def _tokens(self, sequences: list[Sequence]) -> Tensor:
+        """The pending tokens; those that the host does not know yet come from the device."""
+        token_B = to_device([s.tokens[-1] for s in sequences], self.device)
+        flying = [(row, *s.newest) for row, s in enumerate(sequences) if s.ahead]
+        for packed_3KB in {id(packed): packed for _, packed, _ in flying}.values():
+            pairs = [(row, column) for row, packed, column in flying if packed is packed_3KB]
+            rows, columns = to_device(pairs, self.device).unbind(1)
+            token_B[rows] = packed_3KB[0, -1, columns].long()
+        return token_B
+
     def _body(self, state: DecodeState, max_context: int) -> None:
         """One pass; no value is read by the host."""
         size, count = self.cache.shape.block_size, len(state.token_B)
-        position_B, table_BN = state.position_B, state.table_BN
+        # A sequence past its limit goes on to the end of the burst; nobody looks at it.
+        end = min(state.table_BN.shape[1] * size, self.model.arch.max_positions) - 1
+        position_B, table_BN = state.position_B.clamp(max=end), state.table_BN
         block_B = table_BN.gather(1, (position_B // size)[:, None])[:, 0].long()
-        slots_B = torch.where(block_B < 0, -1, block_B * size + position_B % size)
+        past_B = (block_B < 0) | (state.position_B > end)
+        slots_B = torch.where(past_B, -1, block_B * size + position_B % size)
         cache = PagedCache(
             keys=self.cache.keys, values=self.cache.values, slots_T=slots_B,
             block_table_BN=table_BN.clamp(min=0), max_context=max_context,
-            context_B=torch.where(block_B < 0, 0, position_B + 1).int(), rope_PR=self.rope_PR,
+            context_B=torch.where(past_B, 0, position_B + 1).int(), rope_PR=self.rope_PR,
         )  # fmt: skip
         batch = AttentionBatch(
             positions_T=position_B, lengths=[1] * count, cache=cache,
             cu_seqlens_B1=torch.arange(count + 1, dtype=torch.int32, device=self.device),
         )  # fmt: skip
         logits_BV = stage_forward(self.model.chunks[0], state.token_B, None, batch)
-        sample = draw(logits_BV, position_B + 1, state.sampling, self.model)
+        sample = draw(logits_BV, state.position_B + 1, state.sampling, self.model)
         state.out_3KB.index_copy_(1, state.pass_1, pack(sample)[:, None])
         state.token_B.copy_(sample.token_T)
         state.position_B += 1
@@ -133,22 +157,18 @@ class DecodeLoop:
         plain = not state.sampling.truncated and state.sampling.held_back is None
         return self.use_graphs and plain and self.rope_PR is not None
 
-    def _graph(
-        self, state: DecodeState, passes: int
-    ) -> tuple[torch.cuda.CUDAGraph, DecodeState] | None:
+    def _graph(self, state: DecodeState) -> tuple[torch.cuda.CUDAGraph, DecodeState] | None:
         """The graph of the next larger size, captured on first use; None above the largest."""
         count, width = state.table_BN.shape
         size = next((s for s in GRAPH_SIZES if s >= count), None)
         if size is None:
             return None
-        key = (size, 1 << (width - 1).bit_length(), 1 << (passes - 1).bit_length())
+        key = (size, 1 << (width - 1).bit_length())
         if key not in self.graphs:
             self.graphs[key] = self._capture(*key)
         return self.graphs[key]
 
-    def _capture(
-        self, count: int, width: int, passes: int
-    ) -> tuple[torch.cuda.CUDAGraph, DecodeState]:
+    def _capture(self, count: int, width: int) -> tuple[torch.cuda.CUDAGraph, DecodeState]:
         begin, kwargs = time.perf_counter(), dict(device=self.device)
         state = DecodeState(
             token_B=torch.zeros(count, dtype=torch.int64, **kwargs),
@@ -159,22 +179,23 @@ class DecodeLoop:
                 stream_B=torch.zeros(count, dtype=torch.int64, **kwargs), truncated=[],
                 held_back=None,
             ),
-            out_3KB=torch.empty((3, passes, count), dtype=torch.float64, **kwargs),
+            out_3KB=torch.empty((3, self.burst, count), dtype=torch.float64, **kwargs),
             pass_1=torch.zeros(1, dtype=torch.int64, **kwargs),
         )  # fmt: skip
         longest = width * self.cache.shape.block_size
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # kernels compile and libraries allocate outside the capture
-            for _ in range(2):
+            for _ in range(1 if self.graphs else 2):
                 state.pass_1.zero_()
                 self._body(state, longest)
         torch.cuda.current_stream().wait_stream(side)
         state.pass_1.zero_()
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.memory_reserved()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             self._body(state, longest)
+        self._pool = self._pool or graph.pool()
         seconds = time.perf_counter() - begin
         self.capture_seconds += seconds
         log.info(

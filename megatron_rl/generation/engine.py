@@ -37,6 +37,8 @@ class EngineSettings:
         burst: most decode passes before the host looks at the tokens; None: 8 on CUDA, else 1. A
             sequence that ends within a burst computes a few tokens for nothing; the results do not
             change.
+        steps_ahead: steps launched before the host looks at the tokens of the one before; None: 1
+            on CUDA, else 0. Without a pipeline only.
         cuda_graphs: capture decode passes on CUDA.
     """
 
@@ -47,6 +49,7 @@ class EngineSettings:
     max_running: int = 256
     share_prefixes: bool = True
     burst: int | None = None
+    steps_ahead: int | None = None
     cuda_graphs: bool = True
 
 
@@ -170,7 +173,8 @@ class Engine:
         settings = self.settings
         limits = SessionLimits(
             max_batch_tokens=settings.max_batch_tokens, max_running=settings.max_running,
-            share_prefixes=settings.share_prefixes, burst=self._burst(),
+            share_prefixes=settings.share_prefixes, burst=self._on_device(settings.burst, 8, 1),
+            steps_ahead=self._on_device(settings.steps_ahead, 1, 0),
             cuda_graphs=settings.cuda_graphs,
         )  # fmt: skip
         session = Session(self.model, limits, blocks=blocks, block_size=settings.block_size)
@@ -186,9 +190,9 @@ class Engine:
             counts.occupancy, counts.capture_seconds,
         )  # fmt: skip
 
-    def _burst(self) -> int:
-        default = 8 if self.model.device.type == "cuda" else 1
-        return self.settings.burst or default
+    def _on_device(self, setting: int | None, cuda: int, cpu: int) -> int:
+        default = cuda if self.model.device.type == "cuda" else cpu
+        return default if setting is None else setting
 
     def _blocks_of(self, sequence: Sequence) -> int:
         """Blocks that one sequence may need at a time."""
@@ -196,7 +200,9 @@ class Engine:
         tokens = sequence.limit
         if window is not None:
             chunk = min(self.settings.max_batch_tokens, sequence.limit)
-            tokens = min(tokens, window + chunk + self._burst() + size)
+            ahead = 1 + self._on_device(self.settings.steps_ahead, 1, 0)
+            burst = ahead * self._on_device(self.settings.burst, 8, 1)
+            tokens = min(tokens, window + chunk + burst + size)
         return -(-tokens // size)
 
     def _check_fits(self, sequence: Sequence, blocks: int) -> None:

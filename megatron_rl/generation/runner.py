@@ -10,6 +10,7 @@ Shapes: T new tokens of the step, B sequences, N blocks per sequence, K decode p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from megatron_rl.generation.cache import KVCache
 from megatron_rl.generation.decode import DecodeLoop
 from megatron_rl.generation.sampler import SamplingBatch, draw, pack
 from megatron_rl.generation.scheduler import Step
+from megatron_rl.generation.transfer import ToHost, to_device
 from megatron_rl.models.attention import AttentionBatch, PagedCache
 from megatron_rl.models.gpt import ParallelModel
 from megatron_rl.models.inference_forward import stage_forward
@@ -32,10 +34,12 @@ class Launched:
         step: what was launched.
         packed_3KB: token ids, log-probs of the sampled and of the full distribution (fp64), filled
             once `work` is done and the device has got there.
+        copy: of it, on its way to the host; None where `work` comes first.
     """
 
     step: Step
     packed_3KB: Tensor
+    copy: ToHost | None = None
     work: dist.Work | None = None
     sent: tuple[Tensor, dist.Work] | None = None  # keeps the message alive
 
@@ -45,18 +49,20 @@ class Launched:
             self.work.wait()
         if self.sent is not None:
             self.sent[1].wait()
-        tokens, kept, full = self.packed_3KB.cpu()
+        tokens, kept, full = (self.copy or ToHost(self.packed_3KB)).wait()
         return tokens.long().tolist(), kept.float().tolist(), full.float().tolist()
 
 
 class Runner:
     """Turns steps into sampled tokens on this rank's stage."""
 
-    def __init__(self, model: ParallelModel, cache: KVCache, *, cuda_graphs: bool) -> None:
+    def __init__(
+        self, model: ParallelModel, cache: KVCache, *, burst: int, cuda_graphs: bool
+    ) -> None:
         self.model, self.cache = model, cache
         self.decode_loop = None
         if model.groups.layout.pp == 1:
-            self.decode_loop = DecodeLoop(model, cache, cuda_graphs=cuda_graphs)
+            self.decode_loop = DecodeLoop(model, cache, burst=burst, cuda_graphs=cuda_graphs)
 
     @torch.no_grad()
     def launch(self, step: Step) -> Launched:
@@ -66,10 +72,15 @@ class Runner:
         """
         self.cache.copy(step.copies)
         if step.decodes and self.decode_loop is not None:
-            return Launched(step=step, packed_3KB=self.decode_loop.run(step))
-        tokens_T, batch = self._prepare(step)
-        logits_BV, sent = self._forward(tokens_T, batch)
-        return self._draw(step, logits_BV, sent)
+            packed_3KB = self.decode_loop.run(step)
+            launched = Launched(step=step, packed_3KB=packed_3KB, copy=ToHost(packed_3KB))
+        else:
+            tokens_T, batch = self._prepare(step)
+            logits_BV, sent = self._forward(tokens_T, batch)
+            launched = self._draw(step, logits_BV, sent)
+        for column, (sequence, _) in enumerate(step.draws):
+            sequence.newest = launched.packed_3KB, column
+        return launched
 
     def _prepare(self, step: Step) -> tuple[Tensor, AttentionBatch]:
         size, device = self.cache.shape.block_size, self.model.device
@@ -83,19 +94,19 @@ class Runner:
         contexts = [s.computed + n for s, n in zip(step.sequences, step.new_tokens, strict=True)]
         cache = PagedCache(
             keys=self.cache.keys, values=self.cache.values,
-            slots_T=torch.tensor(slots, device=device),
+            slots_T=to_device(slots, device),
             block_table_BN=table_tensor(step, max(-(-c // size) for c in contexts), device),
-            context_B=torch.tensor(contexts, dtype=torch.int32, device=device),
+            context_B=to_device(contexts, device, torch.int32),
             max_context=max(contexts), fresh=contexts == step.new_tokens,
         )  # fmt: skip
-        starts = torch.tensor([0, *step.new_tokens]).cumsum(0).to(torch.int32)
+        starts = [0, *accumulate(step.new_tokens)]
         rows = [ends[row] for _, row in step.draws]
         batch = AttentionBatch(
-            positions_T=torch.tensor(positions, device=device), lengths=list(step.new_tokens),
-            cu_seqlens_B1=starts.to(device), cache=cache,
-            rows_N=torch.tensor(rows, dtype=torch.int64, device=device),
+            positions_T=to_device(positions, device), lengths=list(step.new_tokens),
+            cu_seqlens_B1=to_device(starts, device, torch.int32), cache=cache,
+            rows_N=to_device(rows, device, torch.int64),
         )  # fmt: skip
-        return torch.tensor(tokens, device=device), batch
+        return to_device(tokens, device), batch
 
     def _forward(
         self, tokens_T: Tensor, batch: AttentionBatch
@@ -131,14 +142,14 @@ class Runner:
         if not sequences:
             return Launched(step=step, packed_3KB=packed, sent=sent)
         if logits_BV is not None:
-            position_B = torch.tensor([len(s.tokens) for s in sequences], device=device)
+            position_B = to_device([len(s.tokens) for s in sequences], device)
             batch = SamplingBatch.of(sequences, self.model)
             sample = draw(logits_BV, position_B, batch, self.model)
             packed[:, 0] = pack(sample)
-        work = None
-        if groups.layout.pp > 1:
-            last = groups.stage_rank(groups.layout.pp - 1)
-            work = dist.broadcast(packed, last, groups.pp, async_op=True)
+        if groups.layout.pp == 1:
+            return Launched(step=step, packed_3KB=packed, copy=ToHost(packed), sent=sent)
+        last = groups.stage_rank(groups.layout.pp - 1)
+        work = dist.broadcast(packed, last, groups.pp, async_op=True)
         return Launched(step=step, packed_3KB=packed, work=work, sent=sent)
 
 
@@ -149,4 +160,4 @@ def table_tensor(step: Step, width: int, device: torch.device) -> Tensor:
         + [0] * (width - len(s.table.blocks))
         for s in step.sequences
     ]
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    return to_device(rows, device, torch.int32)

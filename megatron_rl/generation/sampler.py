@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.truncation import truncation_threshold_T
 from megatron_rl.generation.sequence import Sequence
+from megatron_rl.generation.transfer import to_device
 from megatron_rl.kernels.sampling import Sample, merge, sample_shard, stream_key
 from megatron_rl.models.gpt import ParallelModel
 
@@ -45,15 +46,15 @@ class SamplingBatch:
                 rows = [i for i, p in enumerate(params) if p.temperature == temperature]
                 truncated.append(
                     (
-                        torch.tensor(rows, device=device),
-                        torch.tensor([params[i].top_k for i in rows], device=device),
-                        torch.tensor([params[i].top_p for i in rows], device=device).double(),
+                        to_device(rows, device),
+                        to_device([params[i].top_k for i in rows], device),
+                        to_device([params[i].top_p for i in rows], device, torch.float64),
                         temperature or 1.0,
                     )
                 )
         return cls(
-            temperature_B=torch.tensor([p.temperature for p in params], device=device),
-            stream_B=torch.tensor(keys, device=device), truncated=truncated,
+            temperature_B=to_device([p.temperature for p in params], device, torch.float32),
+            stream_B=to_device(keys, device), truncated=truncated,
             held_back=_held_back(sequences, model),
         )  # fmt: skip
 
@@ -102,7 +103,7 @@ def _held_back(sequences: list[Sequence], model: ParallelModel) -> tuple[Tensor,
     ]
     if not cells:
         return None
-    rows, columns = torch.tensor(cells, device=model.device).unbind(1)
+    rows, columns = to_device(cells, model.device).unbind(1)
     return rows, columns
 
 

@@ -41,7 +41,9 @@ class Scheduler:
     blocks back and is computed again later; its tokens are kept.
 
     With several `slots` (micro-batches of a pipeline) each plans for its own sequences while those
-    of the others are in flight and left alone.
+    of the others are in flight and left alone. A slot may also plan further while its own step is
+    in flight, as long as no decision hangs on tokens that are not known yet: a sequence that turns
+    out to have ended computes a few tokens for nothing.
 
     Args:
         window: tokens that attention sees; blocks before it are given back. None: all.
@@ -85,14 +87,17 @@ class Scheduler:
         """The slot's next forward pass: prefill chunks if there are any, else decode.
 
         Returns:
-            None when the slot has nothing to do.
+            None when the slot has nothing to do before the steps in flight are done.
         """
+        if self._must_wait(self.running[slot]):
+            return None
         return self._prefill_step(slot) or self._decode_step(slot)
 
-    def complete(self, step: Step) -> None:
-        """Accounts for a finished forward pass: what was computed, and who has forked."""
+    def launched(self, step: Step) -> None:
+        """Accounts for a step on its way: what it computes, and who has forked."""
+        passes = max(step.decodes, 1)
         for sequence, new in zip(step.sequences, step.new_tokens, strict=True):
-            sequence.computed += new
+            sequence.computed += new + passes - 1
         for sequence, row in step.draws:
             leader = step.sequences[row]
             if sequence is not leader:
@@ -100,19 +105,23 @@ class Scheduler:
                 sequence.computed, sequence.slot = leader.computed, leader.slot
                 leader.followers.remove(sequence)
                 self.running[leader.slot].append(sequence)
-        for sequence in step.sequences:
-            if sequence.pending == 0:
-                self._disband(sequence)
+        for sequence, row in step.draws:
+            sequence.ahead += passes
+            self._disband(step.sequences[row])
 
-    def retire(self, step: Step) -> list[Sequence]:
-        """Removes the step's finished sequences and frees what is no longer needed.
+    def complete(self, step: Step) -> list[Sequence]:
+        """Accounts for a finished step whose tokens were appended; frees what is not needed.
+
+        A later step may still be in flight with a sequence that has ended here. What it writes
+        for it comes before anything that is launched from now on, so the blocks are free.
 
         Returns:
-            The finished ones.
+            The sequences that have ended.
         """
         done = []
         for sequence, _ in step.draws:
-            if sequence.finish_reason is not None:
+            sequence.ahead -= max(step.decodes, 1)
+            if sequence.finish_reason is not None and sequence in self.running[sequence.slot]:
                 self.blocks.release(sequence.table)
                 self.running[sequence.slot].remove(sequence)
                 done.append(sequence)
@@ -120,6 +129,21 @@ class Scheduler:
             for sequence in step.sequences:
                 self.blocks.drop_before(sequence.table, sequence.computed - self.window + 1)
         return done
+
+    def _must_wait(self, running: list[Sequence]) -> bool:
+        """Whether a decision hangs on tokens in flight: one of the host's own about a token, or
+        whose blocks to take away."""
+        if not any(s.ahead for s in running):
+            return False
+        return any(s.needs_host for s in running) or self.blocks.free < self._missing(running, 1)
+
+    def _missing(self, running: list[Sequence], decodes: int) -> int:
+        """Free blocks that the next step of these takes at most, copies of shared ones included."""
+        wanted = len(running)
+        for s in running:
+            end = s.computed + min(s.pending, self.max_batch_tokens) + decodes - 1
+            wanted += max(self.blocks.needed(min(end, s.limit)) - len(s.table.blocks), 0)
+        return wanted
 
     def _prefill_step(self, slot: int) -> Step | None:
         running, budget = self.running[slot], self.max_batch_tokens
@@ -190,32 +214,34 @@ class Scheduler:
         index = 0
         while index < len(running):
             sequence = running[index]
-            if self._reserve(sequence, len(sequence.tokens) + decodes - 1, running):
+            if sequence.length >= sequence.limit:
+                index += 1
+                continue
+            end = min(sequence.length + decodes - 1, sequence.limit)
+            if self._reserve(sequence, end, running):
                 while (copy := self._own_last_block(sequence)) is None:
                     if self._preempt_youngest(running) is sequence:
                         break
                 if copy is not None and copy[0] != copy[1]:
                     copies.append(copy)
             index += 1
-        if not running:
+        going_on = [s for s in running if s.length < s.limit]
+        if not going_on:
             return None
-        for sequence in running:
-            self.blocks.publish(sequence.table, sequence.tokens, sequence.computed + 1)
+        for sequence in going_on:
+            self.blocks.publish(sequence.table, sequence.tokens, len(sequence.tokens))
         return Step(
-            sequences=list(running), new_tokens=[1] * len(running), copies=copies,
-            draws=[(s, row) for row, s in enumerate(running)], decodes=decodes,
+            sequences=going_on, new_tokens=[1] * len(going_on), copies=copies,
+            draws=[(s, row) for row, s in enumerate(going_on)], decodes=decodes,
         )  # fmt: skip
 
     def _burst(self, running: list[Sequence]) -> int:
-        """Decode passes before the host looks again: not past the first length limit, and few
-        enough that every sequence has its blocks."""
+        """Decode passes before the host looks again: no more than the longest response can have,
+        and few enough that every sequence has its blocks."""
         if not running or self.burst == 1 or any(s.needs_host for s in running):
             return 1
-        burst = min(self.burst, min(s.limit - len(s.tokens) for s in running))
-        blocks = self.blocks
-        while burst > 1 and blocks.free < len(running) + sum(
-            max(blocks.needed(len(s.tokens) + burst - 1) - len(s.table.blocks), 0) for s in running
-        ):
+        burst = max(min(self.burst, max(s.limit - s.length for s in running)), 1)
+        while burst > 1 and self.blocks.free < self._missing(running, burst):
             burst //= 2
         return burst
 
@@ -231,7 +257,7 @@ class Scheduler:
         return True
 
     def _own_last_block(self, sequence: Sequence) -> tuple[int, int] | None:
-        last = (len(sequence.tokens) - 1) // self.blocks.block_size
+        last = (sequence.length - 1) // self.blocks.block_size
         return self.blocks.make_own(sequence.table, last)
 
     def _preempt_youngest(self, running: list[Sequence]) -> Sequence:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from megatron_rl.generation.blocks import BlockTable
 
 
@@ -64,6 +66,8 @@ class Sequence:
             computed.
         slot: micro-batch of the pipeline that it runs in.
         delivered: generated tokens that a stream has passed on.
+        ahead: tokens that launched steps will add; the host does not know them yet.
+        newest: where the last of them appears on the device: results [3, K, B] and column.
     """
 
     request: int
@@ -80,15 +84,22 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list)
     slot: int = 0
     delivered: int = 0
+    ahead: int = 0
+    newest: tuple[Tensor, int] | None = None
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def length(self) -> int:
+        """Tokens once all launched steps are done; past `limit` they are thrown away."""
+        return len(self.tokens) + self.ahead
+
+    @property
     def pending(self) -> int:
         """Tokens that the next forward pass has to compute."""
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
 
     @property
     def needs_host(self) -> bool:

@@ -14,7 +14,7 @@ from types import TracebackType
 from megatron_rl.generation.blocks import Blocks
 from megatron_rl.generation.cache import CacheShape, KVCache
 from megatron_rl.generation.runner import Launched, Runner
-from megatron_rl.generation.scheduler import Scheduler
+from megatron_rl.generation.scheduler import Scheduler, Step
 from megatron_rl.generation.sequence import Response, Sequence
 from megatron_rl.generation.sequence_parallel import sequence_parallel_off
 from megatron_rl.models.gpt import ParallelModel
@@ -57,6 +57,7 @@ class SessionLimits:
     max_running: int
     share_prefixes: bool
     burst: int
+    steps_ahead: int
     cuda_graphs: bool
 
 
@@ -65,7 +66,8 @@ class Session:
 
     Under pipeline parallelism as many micro-batches as there are stages are in flight: while this
     stage works on one, the next stage works on the one before, and a micro-batch's next step waits
-    for nothing but its own tokens.
+    for nothing but its own tokens. Without a pipeline `steps_ahead` further steps are launched
+    before the tokens of the first are looked at, so that the device does not wait for the host.
     """
 
     def __init__(
@@ -83,8 +85,11 @@ class Session:
             burst=limits.burst if layout.pp == 1 else 1,
         )  # fmt: skip
         self.runner = Runner(
-            model, KVCache(shape, model.device), cuda_graphs=limits.cuda_graphs
-        )
+            model, KVCache(shape, model.device), burst=limits.burst,
+            cuda_graphs=limits.cuda_graphs,
+        )  # fmt: skip
+        # Steps in flight when a step returns, its own one included.
+        self._depth = self.slots if layout.pp > 1 else 1 + limits.steps_ahead
         self.counts = SessionCounts(cache_blocks=blocks)
         self._in_flight: deque[Launched | None] = deque()
         self._aborted: set[int] = set()
@@ -116,37 +121,47 @@ class Session:
         self._aborted.add(request)
 
     def step(self) -> tuple[list[Sequence], list[Response]]:
-        """Launches one forward pass and takes the tokens of the oldest one in flight.
+        """Launches what may be launched and takes the tokens of the oldest step in flight.
 
         Returns:
             The sequences that got tokens, and the responses that are complete.
         """
         responses = self._remove_aborted()
-        plan = self.scheduler.next_step(self._next_slot)
-        self._in_flight.append(self.runner.launch(plan) if plan is not None else None)
-        self._next_slot = (self._next_slot + 1) % self.slots
-        self.counts.slot_steps += 1
-        if plan is not None:
-            self.counts.busy_slots += 1
-            self.counts.steps += 1
-            self.counts.computed_tokens += sum(plan.new_tokens) * max(plan.decodes, 1)
-        if len(self._in_flight) < self.slots:
+        # One that is to be aborted leaves when no step with it is in flight any more.
+        waits = self.slots == 1 and bool(self._aborted)
+        while len(self._in_flight) < self._depth and not (waits and self._in_flight):
+            plan = self.scheduler.next_step(self._next_slot)
+            if plan is None and self.slots == 1:
+                break
+            self._in_flight.append(self._launch(plan))
+            self._next_slot = (self._next_slot + 1) % self.slots
+        if not self._in_flight:
             return [], responses
         advanced, finished = self._take(self._in_flight.popleft())
         return advanced, responses + [s.response() for s in finished]
+
+    def _launch(self, plan: Step | None) -> Launched | None:
+        self.counts.slot_steps += 1
+        if plan is None:
+            return None
+        launched = self.runner.launch(plan)
+        self.scheduler.launched(plan)
+        self.counts.busy_slots += 1
+        self.counts.steps += 1
+        self.counts.computed_tokens += sum(plan.new_tokens) * max(plan.decodes, 1)
+        return launched
 
     def _take(self, launched: Launched | None) -> tuple[list[Sequence], list[Sequence]]:
         if launched is None:
             return [], []
         step = launched.step
         tokens_KB, kept_KB, full_KB = launched.take()
-        self.scheduler.complete(step)
-        for k in range(len(tokens_KB)):
-            for i, (sequence, _) in enumerate(step.draws):
-                if sequence.finish_reason is None:
-                    sequence.computed += k > 0
-                    sequence.append(tokens_KB[k][i], kept_KB[k][i], full_KB[k][i])
-        finished = self.scheduler.retire(step)
+        for i, (sequence, _) in enumerate(step.draws):
+            for k in range(len(tokens_KB)):
+                if sequence.finish_reason is not None:
+                    break
+                sequence.append(tokens_KB[k][i], kept_KB[k][i], full_KB[k][i])
+        finished = self.scheduler.complete(step)
         counts, loop = self.counts, self.runner.decode_loop
         counts.shared_blocks = self.blocks.shared_blocks
         counts.preemptions = self.scheduler.preemptions

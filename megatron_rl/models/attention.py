@@ -34,7 +34,8 @@ class PagedCache:
 
     Attributes:
         keys, values: per layer `[blocks, block_size, G, D]`, indexed by the local layer number.
-        slots_T: int64 `[T]`, where token t's key goes: block · block_size + offset; -1 skips.
+        slots_T: int64 `[T]`, where token t's key goes: block · block_size + offset; -1, for no
+            sequence's token, is the very last slot, which is never read.
         block_table_BN: int32 `[B, N]`, the blocks of each sequence in order.
         context_B: int32 `[B]`, tokens of each sequence after this step's writes.
         max_context: upper bound of `context_B`, known on the host.
@@ -264,8 +265,8 @@ def write_cache(cache: PagedCache, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> 
     flat_k = cache.keys[layer].flatten(0, 1)
     flat_v = cache.values[layer].flatten(0, 1)
     n = len(cache.slots_T)
-    flat_k.index_copy_(0, cache.slots_T, k_TGD[:n].to(flat_k.dtype))
-    flat_v.index_copy_(0, cache.slots_T, v_TGD[:n].to(flat_v.dtype))
+    flat_k[cache.slots_T] = k_TGD[:n].to(flat_k.dtype)
+    flat_v[cache.slots_T] = v_TGD[:n].to(flat_v.dtype)
 
 
 class CoreAttention(MegatronModule):

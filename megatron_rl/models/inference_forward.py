@@ -1,17 +1,23 @@
 """One pipeline stage without gradients: the trained layers' own weights, less work between them.
 
-Same arithmetic as Megatron's layers, whose modules do the linear parts; the residual addition and
-the norm that follows it are one kernel, and there is nothing that only training needs.
+Same arithmetic as Megatron's layers: the residual addition and the norm that follows it are one
+kernel, so is the gated activation, and a few rows go through kernels that do all of this while the
+weights arrive. There is nothing that only training needs.
 
-Shapes: T tokens, E hidden size, V vocabulary rows on this TP rank, N rows.
+Shapes: T tokens, E hidden size, V vocabulary rows on this TP rank, N rows, G KV heads of this rank,
+R query heads per KV head, D head dimension.
 """
 
 from __future__ import annotations
 
 import torch
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
+from megatron_rl.kernels.backend import use_triton
 from megatron_rl.kernels.rms_norm import rms_norm
+from megatron_rl.kernels.swiglu import swiglu
+from megatron_rl.kernels.thin_linear import MAX_ROWS, Norm, thin_linear
 from megatron_rl.models.attention import AttentionBatch
 from megatron_rl.models.gpt import RLModel
 from megatron_rl.models.heads import vocabulary_logits
@@ -35,16 +41,14 @@ def stage_forward(
         hidden_TE = chunk.embedding(input_ids=tokens_T[None], position_ids=None)[:, 0]
     x, residual = hidden_TE, None
     for layer in chunk.decoder.layers:
-        norm, attention = layer.input_layernorm, layer.self_attention
-        x, residual = rms_norm(x, norm.weight, norm.eps, residual)
-        q, k, v = attention.get_query_key_value_tensors(x[:, None])
-        x = attention.core_attention(
-            q.squeeze(1), k.squeeze(1), v.squeeze(1), packed_seq_params=batch
+        attention, mlp = layer.self_attention, layer.mlp
+        q, k, v, residual = _query_key_value(attention, layer.input_layernorm, x, residual, batch)
+        x = attention.core_attention(q, k, v, packed_seq_params=batch)
+        x = _reducing_linear(attention.linear_proj, x)
+        x, residual = _normed_linear(
+            layer.pre_mlp_layernorm, mlp.linear_fc1, x, residual, gated=True
         )
-        x = attention.linear_proj(x[:, None])[0][:, 0]
-        norm = layer.pre_mlp_layernorm
-        x, residual = rms_norm(x, norm.weight, norm.eps, residual)
-        x = layer.mlp(x[:, None])[0][:, 0]
+        x = _reducing_linear(mlp.linear_fc2, x)
     if not chunk.post_process:
         return x if residual is None else x + residual
     if batch.rows_N is not None:
@@ -52,3 +56,55 @@ def stage_forward(
     norm = chunk.decoder.final_layernorm
     x, _ = rms_norm(x, norm.weight, norm.eps, residual)
     return vocabulary_logits(x, chunk.head_weight())
+
+
+def _thin(x_TE: Tensor) -> bool:
+    return len(x_TE) <= MAX_ROWS and use_triton("thin_linear", x_TE)
+
+
+def _normed_linear(
+    norm: torch.nn.Module, linear: torch.nn.Module, x_TE: Tensor, residual_TE: Tensor | None, *,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A column-parallel layer after `norm(x + residual)`; with the new residual stream."""
+    if _thin(x_TE):
+        before = Norm(weight_K=norm.weight, eps=norm.eps, residual_BK=residual_TE)
+        # Transformer Engine's layers without a bias have an empty one.
+        bias = linear.bias if linear.bias is not None and linear.bias.numel() else None
+        return thin_linear(x_TE, linear.weight, bias, norm=before, gated=gated)
+    x_TE, residual_TE = rms_norm(x_TE, norm.weight, norm.eps, residual_TE)
+    y = linear(x_TE[:, None])[0][:, 0]
+    return swiglu(y) if gated else y, residual_TE
+
+
+def _reducing_linear(linear: torch.nn.Module, x: Tensor) -> Tensor:
+    """A row-parallel layer."""
+    if _thin(x):
+        y_TE, _ = thin_linear(x, linear.weight)
+        return reduce_from_tensor_model_parallel_region(y_TE, group=linear.tp_group)
+    return linear(x[:, None])[0][:, 0]
+
+
+def _query_key_value(
+    attention: torch.nn.Module, norm: torch.nn.Module, x_TE: Tensor, residual_TE: Tensor | None,
+    batch: AttentionBatch,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries, keys `[T, G, D]`, values `[T, G, D]` and the new residual stream.
+
+    Queries are `[T, G, R, D]`, as they lie in the fused output, where our decode kernels read
+    them; else `[T, G·R, D]`.
+    """
+    if attention.config.num_query_groups < attention.world_size:  # KV heads are spread over TP
+        x_TE, residual_TE = rms_norm(x_TE, norm.weight, norm.eps, residual_TE)
+        q, k, v = attention.get_query_key_value_tensors(x_TE[:, None])
+        return q.squeeze(1), k.squeeze(1), v.squeeze(1), residual_TE
+    fused, residual_TE = _normed_linear(norm, attention.linear_qkv, x_TE, residual_TE)
+    groups = attention.num_query_groups_per_partition
+    fused = fused.view(len(fused), groups, -1, attention.hidden_size_per_attention_head)
+    q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+    if attention.q_layernorm is not None:
+        q = attention.q_layernorm(q)
+    if attention.k_layernorm is not None:
+        k = attention.k_layernorm(k)
+    by_kernels = batch.cache is not None and batch.cache.rope_PR is not None
+    return q if by_kernels else q.flatten(1, 2), k, v, residual_TE

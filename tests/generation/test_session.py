@@ -122,8 +122,8 @@ def test_bad_requests_do_not_stop_the_others(ranks, tiny_model_dir):
         assert response.token_ids == []
 
 
-def aborted(rank, world, folder, layout):
-    made = engine(folder, world, layout=layout)
+def aborted(rank, world, folder, layout, ahead):
+    made = engine(folder, world, layout=layout, settings=dict(steps_ahead=ahead))
     whole = made.generate([PROMPT[:9], PROMPT, PROMPT[:4]], params())
     done = {}
     with made.open() as session:
@@ -139,9 +139,10 @@ def aborted(rank, world, folder, layout):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
-def test_an_abort_leaves_the_others_alone(ranks, tiny_model_dir, layout):
-    for whole, done, free in ranks(2 if layout else 1, aborted, str(tiny_model_dir), layout):
+@pytest.mark.parametrize(("layout", "ahead"), [({}, 0), ({}, 2), ({"pp": 2}, 0)], ids=str)
+def test_an_abort_leaves_the_others_alone(ranks, tiny_model_dir, layout, ahead):
+    world = 2 if layout else 1
+    for whole, done, free in ranks(world, aborted, str(tiny_model_dir), layout, ahead):
         assert free and done[1].finish_reason == "abort"
         assert done[1].token_ids == whole[1].token_ids[: len(done[1].token_ids)]
         assert 5 <= len(done[1].token_ids) <= 7
@@ -149,8 +150,8 @@ def test_an_abort_leaves_the_others_alone(ranks, tiny_model_dir, layout):
             assert done[number].token_ids == whole[number].token_ids
 
 
-def bursts(rank, world, folder, burst, sampling):
-    made = engine(folder, world, layout={"tp": world}, settings=dict(burst=burst, block_size=4))
+def bursts(rank, world, folder, sampling, settings):
+    made = engine(folder, world, layout={"tp": world}, settings=dict(block_size=4, **settings))
     prompts = [PROMPT, PROMPT[:5], PROMPT[:5], PROMPT[:20]]
     each = [params(max_new_tokens=n, **sampling) for n in (13, 30, 7, 21)]
     responses = made.generate(prompts, each)
@@ -161,9 +162,12 @@ def bursts(rank, world, folder, burst, sampling):
 @pytest.mark.parametrize(
     "sampling", [{}, dict(top_p=0.8, ignore_eos=False, stop_token_ids=tuple(range(60)))]
 )
-def test_a_burst_of_decode_passes_changes_nothing(ranks, tiny_model_dir, sampling):
-    single, steps = ranks(2, bursts, str(tiny_model_dir), 1, sampling)[0]
-    for many, fewer in ranks(2, bursts, str(tiny_model_dir), 8, sampling):
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_burst_of_decode_passes_changes_nothing(ranks, tiny_model_dir, sampling, ahead):
+    """Nor do steps that are launched before the tokens of the one before are known."""
+    single, steps = ranks(2, bursts, str(tiny_model_dir), sampling, {})[0]
+    settings = dict(burst=8 if ahead < 2 else 3, steps_ahead=ahead)
+    for many, fewer in ranks(2, bursts, str(tiny_model_dir), sampling, settings):
         assert fewer < steps
         for (tokens, logprobs, reason), expected in zip(many, single, strict=True):
             assert (tokens, reason) == (expected[0], expected[2])

@@ -112,6 +112,25 @@ def test_head_major_cache_view_and_no_tokens(device, backend):
     assert q_out.shape == (0, 2, 64) and k_out.shape == (0, 2, 64)
 
 
+def test_queries_fused_by_kv_head(device, backend):
+    """The layout of Megatron's fused output: each KV head's queries, its key, its value."""
+    torch.manual_seed(4)
+    _, positions, slots, caches = random_case(
+        device, torch.float32, tokens=4, heads=6, groups=2, dim=64, seed=4
+    )
+    fused = torch.randn(4, 2, 5, 64, device=device)
+    q, k, v = fused[:, :, :3], fused[:, :, 3], fused[:, :, 4]
+    table = rope_table(inverse_frequencies(64).to(device), 300)
+    apart = [cache.clone() for cache in caches]
+    got = rope_kv_write(q, k, v, table, positions, *caches, slots, backend=backend)
+    want = rope_kv_write(
+        q.flatten(1, 2), k.contiguous(), v.contiguous(), table, positions, *apart, slots,
+        backend=backend,
+    )  # fmt: skip
+    for a, b in zip((*got, *caches), (*want, *apart), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_table_scaling_multiplies_both_halves():
     plain, scaled = (rope_table(inverse_frequencies(32), 10, factor) for factor in (1.0, 1.5))
     torch.testing.assert_close(scaled, plain * 1.5)
@@ -120,6 +139,7 @@ def test_table_scaling_multiplies_both_halves():
 
 BAD = {
     "equal k, v": dict(v=torch.zeros(3, 1, 64)),
+    r"or \[T, G, H/G, D\]": dict(q=torch.zeros(3, 1, 4, 64)),
     "not a multiple": dict(q=torch.zeros(3, 3, 64)),
     r"must both be \[blocks, S, 2, 64\]": dict(k_cache=torch.zeros(4, 16, 1, 64)),
     "R even and at most 64": dict(table=torch.zeros(9, 66)),
