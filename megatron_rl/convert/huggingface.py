@@ -50,6 +50,7 @@ class HuggingFaceFolder:
     """
 
     kind = "hf"
+    note = ""
 
     def __init__(self, path: str | Path, role: str) -> None:
         self.path, self.role = Path(path), role

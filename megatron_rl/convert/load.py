@@ -40,8 +40,8 @@ def load_weights(model: ParallelModel, folder: ModelFolder, *, show: bool = Fals
                 parameter.zero_()
             progress.advance(parameter.nbytes)
     seconds = time.perf_counter() - start
+    notes = [folder.note, "the value head starts at zero" if folder.fresh_head else ""]
     log.info(
         "%s: %.2f GB of %s (%s) in %.1f s, %.2f GB/s%s", model.role, total / 1e9, folder.path,
-        folder.kind, seconds, total / 1e9 / seconds,
-        "; the value head starts at zero" if folder.fresh_head else "",
+        folder.kind, seconds, total / 1e9 / seconds, "".join(f"; {note}" for note in notes if note),
     )  # fmt: skip

@@ -92,6 +92,7 @@ class MegatronFolder:
     """
 
     kind = "megatron"
+    note = ""
 
     def __init__(self, path: str | Path, role: str, *, full_precision: bool = False) -> None:
         step = find_step(path)

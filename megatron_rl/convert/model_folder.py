@@ -45,6 +45,7 @@ class ModelFolder(Protocol):
         head: "lm" (vocabulary logits) or "value" (one number).
         fresh_head: the folder has no value head and the model's starts at zero.
         companion_folder: where `companions` lie; a tokenizer is loaded from there.
+        note: what the log says when a model starts from the folder; may be empty.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class ModelFolder(Protocol):
     head: Head
     fresh_head: bool
     companion_folder: Path
+    note: str
 
     def check(self) -> None:
         """Compares names, shapes and file sizes with what the architecture needs.

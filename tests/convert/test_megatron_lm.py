@@ -238,4 +238,4 @@ def test_a_run_starts_from_a_megatron_lm_folder(ranks, written, tiny_model_dir, 
         assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
         assert metrics["kl/ref"] == pytest.approx(0.0, abs=1e-6)
     log = (tmp_path / "run" / "logs" / "rank_00000.log").read_text()
-    assert "of iteration 7 are read from" in log and "they start fresh" in log
+    assert "weights of iteration 7 alone" in log and "random state start fresh" in log

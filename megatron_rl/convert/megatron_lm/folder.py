@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
@@ -27,8 +26,6 @@ from megatron_rl.convert.model_folder import (
     stored_rules,
 )
 from megatron_rl.convert.names import Vocabulary
-
-log = logging.getLogger("megatron_rl")
 
 
 class MegatronLMFolder:
@@ -95,11 +92,14 @@ class MegatronLMFolder:
                 raise ValueError(
                     f"{name} in {self.path} has shape {shape}, its arguments ask for {expected}"
                 )
-        log.info(
-            "%s: weights of iteration %d are read from %s (%s); its optimizer state, schedule and "
-            "random state are not: they start fresh",
-            self.role, self._store.iteration, self.path, self.format,
-        )  # fmt: skip
+
+    @property
+    def note(self) -> str:
+        """See `ModelFolder`."""
+        return (
+            f"weights of iteration {self._store.iteration} alone ({self.format}): optimizer state, "
+            "schedule and random state start fresh"
+        )
 
     def tensors(self) -> dict[str, TensorInfo]:
         """See `ModelFolder`."""
