@@ -70,7 +70,8 @@ class Case:
         return decode_attention(self.q, self.k, self.v, self.table, self.context, scale)
 
     def scheduled(self, schedule: kernel.Schedule) -> Tensor:
-        inputs = (self.q, self.k, self.v, self.table, self.context)
+        q_BGRD = self.q.unflatten(1, (self.k.shape[2], -1))
+        inputs = (q_BGRD, self.k, self.v, self.table, self.context)
         return kernel.decode_attention(*inputs, self.q.shape[-1] ** -0.5, schedule=schedule)
 
     def dense(self) -> tuple[Tensor, Tensor]:

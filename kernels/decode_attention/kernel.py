@@ -59,41 +59,44 @@ def default_schedule(head_dim: int, itemsize: int, split_size: int | None) -> Sc
 
 
 def decode_attention(
-    q_BHD: Tensor,
+    q_BGRD: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table_BN: Tensor,
     context_len_B: Tensor,
     scale: float,
     *,
+    new=None,
     split_size: int | None = None,
     schedule: Schedule | None = None,
 ) -> Tensor:
     """See `megatron_rl.kernels.decode_attention.decode_attention`; arguments are checked there."""
-    batch, heads, dim = q_BHD.shape
-    block_size, groups = k_cache.shape[1], k_cache.shape[2]
-    plan = schedule or default_schedule(dim, q_BHD.element_size(), split_size)
+    batch, groups, repeat, dim = q_BGRD.shape
+    block_size, heads = k_cache.shape[1], groups * repeat
+    plan = schedule or default_schedule(dim, q_BGRD.element_size(), split_size)
     capacity = block_table_BN.shape[1] * block_size
     splits = max(1, triton.cdiv(capacity, plan.split))
-    out_BHD = torch.empty((batch, heads, dim), dtype=q_BHD.dtype, device=q_BHD.device)
+    out_BHD = torch.empty((batch, heads, dim), dtype=q_BGRD.dtype, device=q_BGRD.device)
     if batch == 0:
         return out_BHD
-    repeat = heads // groups
     # With one split the partials are never touched: the output stands in for them.
     acc_BHPD, ml_2BHP = out_BHD, out_BHD
     if splits > 1:
         acc_BHPD = out_BHD.new_empty((batch, heads, splits, dim), dtype=torch.float32)
         ml_2BHP = out_BHD.new_empty((2, batch, heads, splits), dtype=torch.float32)
     dim_pad = triton.next_power_of_2(dim)
+    k_new, v_new, angles = (new.k_BGD, new.v_BGD, new.cos_sin_PR) if new else (out_BHD,) * 3
     _walk[(groups, splits, batch)](
-        q_BHD, k_cache, v_cache, block_table_BN, context_len_B, out_BHD, acc_BHPD, ml_2BHP,
-        scale * LOG2_E, capacity, *q_BHD.stride()[:2], *k_cache.stride()[:3],
-        *v_cache.stride()[:3], *block_table_BN.stride(), heads, splits,
+        q_BGRD, k_cache, v_cache, block_table_BN, context_len_B, out_BHD, acc_BHPD, ml_2BHP,
+        k_new, v_new, angles, scale * LOG2_E, capacity, *q_BGRD.stride()[:3],
+        *k_cache.stride()[:3], *v_cache.stride()[:3], *block_table_BN.stride(),
+        *k_new.stride()[:2], *v_new.stride()[:2], angles.stride(0), heads, splits,
         batch * heads * splits,
         R=repeat, R_PAD=max(16, triton.next_power_of_2(repeat)), D=dim, D_PAD=dim_pad,
         S=block_size, TILE=plan.tile, SPLIT=plan.split,
+        NEW=new is not None, HALF=angles.shape[1] // 2 if new else 0,
         # Triton's interpreter keeps bf16 as integers and would multiply the raw bits.
-        WIDEN=not q_BHD.is_cuda and q_BHD.dtype == torch.bfloat16,
+        WIDEN=not q_BGRD.is_cuda and q_BGRD.dtype == torch.bfloat16,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     if splits > 1:
@@ -106,20 +109,24 @@ def decode_attention(
 
 @triton.jit
 def _walk(
-    q_ptr,  # [B, H, D] in
-    k_ptr,  # [blocks, S, G, D] in
-    v_ptr,  # [blocks, S, G, D] in
+    q_ptr,  # [B, G, R, D] in
+    k_ptr,  # [blocks, S, G, D] in, the new token's written when NEW
+    v_ptr,  # [blocks, S, G, D] in, the new token's written when NEW
     table_ptr,  # [B, N] int32 in
     context_ptr,  # [B] int32 in
     out_ptr,  # [B, H, D] out, rows that fit one split
     acc_ptr,  # [B, H, P, D] fp32 out, unnormalised, the other rows
     ml_ptr,  # [2, B, H, P] fp32 out, maximum (base 2) and sum, the other rows
+    k_new_ptr,  # [B, G, D] in, read when NEW
+    v_new_ptr,  # [B, G, D] in, read when NEW
+    angle_ptr,  # [P, 2 · HALF] fp32 in, read when NEW
     scale_log2,
     capacity,
-    q_b, q_h, k_n, k_s, k_g, v_n, v_s, v_g, table_b, table_n,
-    heads, splits, l_offset,
+    q_b, q_g, q_r, k_n, k_s, k_g, v_n, v_s, v_g, table_b, table_n,
+    kn_b, kn_g, vn_b, vn_g, angle_p, heads, splits, l_offset,
     R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr, NEW: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     split = tl.program_id(1)
@@ -129,14 +136,28 @@ def _walk(
     # The first split also answers for rows without context, whose output is zeros.
     if (start < context) | (split == 0):
         stop = tl.minimum(start + SPLIT, context)
-        head = group * R + tl.arange(0, R_PAD)
-        head_live = tl.arange(0, R_PAD) < R
+        query = tl.arange(0, R_PAD)
+        head, head_live = group * R + query, query < R
         d = tl.arange(0, D_PAD)
         d_live = d < D
-        q = tl.load(
-            q_ptr + row * q_b + head[:, None] * q_h + d[None, :],
-            mask=head_live[:, None] & d_live[None, :], other=0.0,
-        )  # fmt: skip
+        q_at = q_ptr + row * q_b + group * q_g + query[:, None] * q_r
+        q_mask = head_live[:, None] & d_live[None, :]
+        if NEW:
+            last = tl.maximum(context - 1, 0)
+            angle_at = angle_ptr + last * angle_p
+            q = _rotated(q_at, d[None, :], q_mask, angle_at, HALF)
+            if (start <= last) & (last < stop):
+                home = tl.load(table_ptr + row * table_b + (last // S) * table_n).to(tl.int64)
+                k_slot = k_ptr + home * k_n + (last % S) * k_s + group * k_g
+                v_slot = v_ptr + home * v_n + (last % S) * v_s + group * v_g
+                k_new_at = k_new_ptr + row * kn_b + group * kn_g
+                tl.store(k_slot + d, _rotated(k_new_at, d, d_live, angle_at, HALF), mask=d_live)
+                v_new = tl.load(v_new_ptr + row * vn_b + group * vn_g + d, mask=d_live)
+                tl.store(v_slot + d, v_new, mask=d_live)
+                # This program alone reads them, below: its other threads must see them.
+                tl.debug_barrier()
+        else:
+            q = tl.load(q_at + d[None, :], mask=q_mask, other=0.0)
         if WIDEN:
             q = q.to(tl.float32)
         m = tl.full([R_PAD], float("-inf"), tl.float32)
@@ -169,17 +190,30 @@ def _walk(
                 p, v = p.to(tl.float32), v.to(tl.float32)
             acc = tl.dot(p, v, acc, input_precision="ieee")
             m = m_new
-        out_mask = head_live[:, None] & d_live[None, :]
         out_row = row * heads + head
         if context <= SPLIT:
             out = acc / tl.where(l > 0.0, l, 1.0)[:, None]
             out_at = out_ptr + out_row[:, None] * D + d[None, :]
-            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
         else:
             part = out_row * splits + split
-            tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=out_mask)
+            tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=q_mask)
             tl.store(ml_ptr + part, m, mask=head_live)
             tl.store(ml_ptr + l_offset + part, l, mask=head_live)
+
+
+@triton.jit
+def _rotated(at, d, mask, angle_at, HALF: tl.constexpr):
+    """Head vectors at `at`, rotated in fp32 and rounded once; d past 2 · HALF stays as it is."""
+    first = d < HALF
+    turns = mask & (d < 2 * HALF)
+    pair = tl.where(first, d, d - HALF)
+    cos = tl.load(angle_at + pair, mask=d < 2 * HALF, other=1.0)
+    sin = tl.load(angle_at + HALF + pair, mask=d < 2 * HALF, other=0.0)
+    x = tl.load(at + d, mask=mask, other=0.0)
+    partner = tl.load(at + tl.where(first, d + HALF, d - HALF), mask=turns, other=0.0)
+    signed = tl.where(first, -sin, sin)
+    return (x.to(tl.float32) * cos + partner.to(tl.float32) * signed).to(x.dtype)
 
 
 @triton.jit

@@ -10,18 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..rope_kv_write import reference as rope_kv_write
+
 
 def decode_attention(
-    q_BHD: Tensor,
+    q_BGRD: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table_BN: Tensor,
     context_len_B: Tensor,
     scale: float,
+    *,
+    new=None,
 ) -> Tensor:
     """See `megatron_rl.kernels.decode_attention.decode_attention`."""
     block_size, groups = k_cache.shape[1], k_cache.shape[2]
-    out_BHD = torch.zeros_like(q_BHD, memory_format=torch.contiguous_format)
+    if new is not None:
+        q_BGRD = _write(q_BGRD, k_cache, v_cache, block_table_BN, context_len_B, new)
+    out_BHD = q_BGRD.new_zeros((len(q_BGRD), groups * q_BGRD.shape[2], q_BGRD.shape[3]))
     for row, context in enumerate(context_len_B.tolist()):
         if context == 0:
             continue
@@ -29,10 +35,24 @@ def decode_attention(
         k_GnD = _tokens(k_cache, blocks, context)
         v_GnD = _tokens(v_cache, blocks, context)
         # The R query heads of a KV head are R queries of one attention over its tokens.
-        q_GRD = q_BHD[row].unflatten(0, (groups, -1))
-        out_GRD = F.scaled_dot_product_attention(q_GRD[None], k_GnD, v_GnD, scale=scale)[0]
+        q_1GRD = q_BGRD[row][None]
+        out_GRD = F.scaled_dot_product_attention(q_1GRD, k_GnD, v_GnD, scale=scale)[0]
         out_BHD[row] = out_GRD.flatten(0, 1)
     return out_BHD
+
+
+def _write(
+    q_BGRD: Tensor, k_cache: Tensor, v_cache: Tensor, table_BN: Tensor, context_B: Tensor, new
+) -> Tensor:
+    """Writes the last token of each context; the rotated queries `[B, G, R, D]`."""
+    size = k_cache.shape[1]
+    position_B = (context_B.long() - 1).clamp(min=0)
+    block_B = table_BN.gather(1, (position_B // size)[:, None])[:, 0].long()
+    slot_B = torch.where(context_B > 0, block_B * size + position_B % size, -1)
+    q_BHD, _ = rope_kv_write.rope_kv_write(
+        q_BGRD, new.k_BGD, new.v_BGD, new.cos_sin_PR, position_B, k_cache, v_cache, slot_B
+    )
+    return q_BHD.unflatten(1, q_BGRD.shape[1:3])
 
 
 def _tokens(cache: Tensor, blocks: Tensor, context: int) -> Tensor:

@@ -104,6 +104,10 @@ class Blocks:
         self.shared_blocks += len(table.blocks)
         return BlockTable(blocks=list(table.blocks), hashes=list(table.hashes))
 
+    def shared(self, table: BlockTable, index: int) -> bool:
+        """Whether another table has this block, too."""
+        return self._references[table.blocks[index]] > 1
+
     def make_own(self, table: BlockTable, index: int) -> tuple[int, int] | None:
         """Gives the table a block of its own in place of a shared one (copy on write).
 

@@ -22,8 +22,7 @@ from megatron_rl.generation.sampler import SamplingBatch, draw, pack
 from megatron_rl.generation.scheduler import Step
 from megatron_rl.generation.sequence import Sequence
 from megatron_rl.generation.transfer import to_device
-from megatron_rl.kernels.rope_kv_write import rope_table
-from megatron_rl.models.attention import AttentionBatch, PagedCache, inverse_frequencies
+from megatron_rl.models.attention import AttentionBatch, PagedCache
 from megatron_rl.models.gpt import ParallelModel
 from megatron_rl.models.inference_forward import stage_forward
 
@@ -38,7 +37,9 @@ class DecodeState:
     Attributes:
         token_B: int64, the pending token.
         position_B: int64, its position.
-        table_BN: int32 block table; DROPPED rows belong to no sequence and write nothing.
+        table_BN: int32 block table.
+        end_B: int64, tokens that the sequence's blocks hold; a sequence past them goes on to the
+            end of the burst, writes nothing and is looked at by nobody. 0: no sequence.
         sampling: what the draws need.
         out_3KB: fp64 results of the passes.
         pass_1: int64, number of the next pass.
@@ -47,6 +48,7 @@ class DecodeState:
     token_B: Tensor
     position_B: Tensor
     table_BN: Tensor
+    end_B: Tensor
     sampling: SamplingBatch
     out_3KB: Tensor
     pass_1: Tensor
@@ -59,6 +61,8 @@ class DecodeState:
         self.token_B[:count] = other.token_B
         self.position_B.zero_()
         self.position_B[:count] = other.position_B
+        self.end_B.zero_()
+        self.end_B[:count] = other.end_B
         self.sampling.temperature_B[:count] = other.sampling.temperature_B
         self.sampling.stream_B[:count] = other.sampling.stream_B
         self.pass_1.zero_()
@@ -68,22 +72,21 @@ class DecodeLoop:
     """Decodes on one pipeline stage that is the whole model.
 
     Args:
+        rope_PR: see PagedCache; None: plain torch.
         burst: most passes of a step.
     """
 
     def __init__(
-        self, model: ParallelModel, cache: KVCache, *, burst: int, cuda_graphs: bool
-    ) -> None:
+        self, model: ParallelModel, cache: KVCache, *, rope_PR: Tensor | None, burst: int,
+        cuda_graphs: bool,
+    ) -> None:  # fmt: skip
         self.model, self.cache, self.device = model, cache, model.device
         self.burst = burst
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, DecodeState]] = {}
         self._pool = None  # one for all graphs: nothing inside outlives a replay
         self.use_graphs = cuda_graphs and self.device.type == "cuda"
         self.capture_seconds = 0.0
-        self.rope_PR = None
-        if model.config.window is None and cache.kernels_fit(cache.keys[0]):
-            frequencies = inverse_frequencies(model.arch.head_dim, model.arch.rope)
-            self.rope_PR = rope_table(frequencies.to(self.device), model.arch.max_positions)
+        self.rope_PR = rope_PR
 
     def run(self, step: Step) -> Tensor:
         """`step.decodes` passes; returns the results [3, K, B] (see Launched.packed_3KB)."""
@@ -105,12 +108,14 @@ class DecodeLoop:
         ends = [min(s.length + step.decodes - 1, s.limit) for s in sequences]
         width = max(-(-end // size) for end in ends)
         rows = [s.table.blocks[:width] for s in sequences]
+        limit = self.model.arch.max_positions
         table = [row + [DROPPED] * (width - len(row)) for row in rows]
         kwargs = dict(device=self.device)
         return DecodeState(
             token_B=self._tokens(sequences),
             position_B=to_device([s.length - 1 for s in sequences], self.device),
             table_BN=to_device(table, self.device, torch.int32),
+            end_B=to_device([min(len(row) * size, limit) for row in rows], self.device),
             sampling=SamplingBatch.of(sequences, self.model),
             out_3KB=torch.empty((3, step.decodes, len(sequences)), dtype=torch.float64, **kwargs),
             pass_1=torch.zeros(1, dtype=torch.int64, **kwargs),
@@ -128,22 +133,21 @@ class DecodeLoop:
 
     def _body(self, state: DecodeState, max_context: int) -> None:
         """One pass; no value is read by the host."""
-        size, count = self.cache.shape.block_size, len(state.token_B)
-        # A sequence past its limit goes on to the end of the burst; nobody looks at it.
-        end = min(state.table_BN.shape[1] * size, self.model.arch.max_positions) - 1
-        position_B, table_BN = state.position_B.clamp(max=end), state.table_BN
-        block_B = table_BN.gather(1, (position_B // size)[:, None])[:, 0].long()
-        past_B = (block_B < 0) | (state.position_B > end)
-        slots_B = torch.where(past_B, -1, block_B * size + position_B % size)
+        live_B = state.position_B < state.end_B
+        position_B = torch.where(live_B, state.position_B, 0)
         cache = PagedCache(
-            keys=self.cache.keys, values=self.cache.values, slots_T=slots_B,
-            block_table_BN=table_BN.clamp(min=0), max_context=max_context,
-            context_B=torch.where(past_B, 0, position_B + 1).int(), rope_PR=self.rope_PR,
+            keys=self.cache.keys, values=self.cache.values, block_table_BN=state.table_BN,
+            context_B=torch.where(live_B, position_B + 1, 0).int(), max_context=max_context,
+            rope_PR=self.rope_PR, decode=self.rope_PR is not None,
         )  # fmt: skip
-        batch = AttentionBatch(
-            positions_T=position_B, lengths=[1] * count, cache=cache,
-            cu_seqlens_B1=torch.arange(count + 1, dtype=torch.int32, device=self.device),
-        )  # fmt: skip
+        batch = AttentionBatch(positions_T=position_B, lengths=[1] * len(position_B), cache=cache)
+        if not cache.decode:  # plain torch wants to be told where and what
+            size = self.cache.shape.block_size
+            block_B = state.table_BN.gather(1, (position_B // size)[:, None])[:, 0].long()
+            cache.slots_T = torch.where(live_B, block_B * size + position_B % size, -1)
+            batch.cu_seqlens_B1 = torch.arange(
+                len(position_B) + 1, dtype=torch.int32, device=self.device
+            )
         logits_BV = stage_forward(self.model.chunks[0], state.token_B, None, batch)
         sample = draw(logits_BV, state.position_B + 1, state.sampling, self.model)
         state.out_3KB.index_copy_(1, state.pass_1, pack(sample)[:, None])
@@ -174,6 +178,7 @@ class DecodeLoop:
             token_B=torch.zeros(count, dtype=torch.int64, **kwargs),
             position_B=torch.zeros(count, dtype=torch.int64, **kwargs),
             table_BN=torch.full((count, width), DROPPED, dtype=torch.int32, **kwargs),
+            end_B=torch.zeros(count, dtype=torch.int64, **kwargs),
             sampling=SamplingBatch(
                 temperature_B=torch.ones(count, **kwargs),
                 stream_B=torch.zeros(count, dtype=torch.int64, **kwargs), truncated=[],

@@ -21,7 +21,8 @@ from megatron_rl.generation.decode import DecodeLoop
 from megatron_rl.generation.sampler import SamplingBatch, draw, pack
 from megatron_rl.generation.scheduler import Step
 from megatron_rl.generation.transfer import ToHost, to_device
-from megatron_rl.models.attention import AttentionBatch, PagedCache
+from megatron_rl.kernels.rope_kv_write import rope_table
+from megatron_rl.models.attention import AttentionBatch, PagedCache, inverse_frequencies
 from megatron_rl.models.gpt import ParallelModel
 from megatron_rl.models.inference_forward import stage_forward
 
@@ -44,12 +45,13 @@ class Launched:
     sent: tuple[Tensor, dist.Work] | None = None  # keeps the message alive
 
     def take(self) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
-        """Waits; tokens, log-probs and full log-probs `[K][B]`, equal on the replica's ranks."""
+        """Waits; tokens, log-probs and full log-probs `[B][K]`, equal on the replica's ranks."""
         if self.work is not None:
             self.work.wait()
         if self.sent is not None:
             self.sent[1].wait()
-        tokens, kept, full = (self.copy or ToHost(self.packed_3KB)).wait()
+        packed_3KB = (self.copy or ToHost(self.packed_3KB)).wait()
+        tokens, kept, full = packed_3KB.transpose(1, 2)
         return tokens.long().tolist(), kept.float().tolist(), full.float().tolist()
 
 
@@ -60,9 +62,14 @@ class Runner:
         self, model: ParallelModel, cache: KVCache, *, burst: int, cuda_graphs: bool
     ) -> None:
         self.model, self.cache = model, cache
-        self.decode_loop = None
+        self.rope_PR, self.decode_loop = None, None
+        if model.config.window is None and cache.kernels_fit(cache.keys[0]):
+            frequencies = inverse_frequencies(model.arch.head_dim, model.arch.rope)
+            self.rope_PR = rope_table(frequencies.to(model.device), model.arch.max_positions)
         if model.groups.layout.pp == 1:
-            self.decode_loop = DecodeLoop(model, cache, burst=burst, cuda_graphs=cuda_graphs)
+            self.decode_loop = DecodeLoop(
+                model, cache, rope_PR=self.rope_PR, burst=burst, cuda_graphs=cuda_graphs
+            )
 
     @torch.no_grad()
     def launch(self, step: Step) -> Launched:
@@ -97,7 +104,8 @@ class Runner:
             slots_T=to_device(slots, device),
             block_table_BN=table_tensor(step, max(-(-c // size) for c in contexts), device),
             context_B=to_device(contexts, device, torch.int32),
-            max_context=max(contexts), fresh=contexts == step.new_tokens,
+            max_context=max(contexts), fresh=contexts == step.new_tokens, rope_PR=self.rope_PR,
+            decode=self.rope_PR is not None and step.decodes > 0,
         )  # fmt: skip
         starts = [0, *accumulate(step.new_tokens)]
         rows = [ends[row] for _, row in step.draws]

@@ -139,10 +139,12 @@ class Scheduler:
 
     def _missing(self, running: list[Sequence], decodes: int) -> int:
         """Free blocks that the next step of these takes at most, copies of shared ones included."""
-        wanted = len(running)
+        blocks, wanted = self.blocks, 0
         for s in running:
-            end = s.computed + min(s.pending, self.max_batch_tokens) + decodes - 1
-            wanted += max(self.blocks.needed(min(end, s.limit)) - len(s.table.blocks), 0)
+            end = min(s.computed + min(s.pending, self.max_batch_tokens) + decodes - 1, s.limit)
+            wanted += max(blocks.needed(end) - len(s.table.blocks), 0)
+            last = (s.length - 1) // blocks.block_size
+            wanted += last < len(s.table.blocks) and blocks.shared(s.table, last)
         return wanted
 
     def _prefill_step(self, slot: int) -> Step | None:

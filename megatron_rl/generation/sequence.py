@@ -106,20 +106,34 @@ class Sequence:
         """Whether the host has a say in the next token or in whether it is the last."""
         return bool(self.sampling.stop) or self.generated + 1 < self.sampling.min_new_tokens
 
-    def append(self, token: int, logprob: float, full_logprob: float) -> None:
-        """Takes a sampled token and decides whether the response ends with it."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.full_logprobs.append(full_logprob)
-        may_stop = not self.sampling.ignore_eos and self.generated >= self.sampling.min_new_tokens
-        if may_stop and (token in self.sampling.stop_token_ids or self._has_stop_text()):
-            self.finish_reason = "stop"
-        elif len(self.tokens) >= self.limit:
-            self.finish_reason = "length"
+    def extend(
+        self, tokens: list[int], logprobs: list[float], full_logprobs: list[float]
+    ) -> None:
+        """Takes sampled tokens up to the one that ends the response; the rest is thrown away."""
+        count, reason = self._length_of_end(tokens)
+        self.tokens += tokens[:count]
+        self.logprobs += logprobs[:count]
+        self.full_logprobs += full_logprobs[:count]
+        if reason is None and not self.sampling.ignore_eos and self._has_stop_text():
+            reason = "stop"
+        if reason is None and len(self.tokens) >= self.limit:
+            reason = "length"
+        self.finish_reason = reason
+
+    def _length_of_end(self, tokens: list[int]) -> tuple[int, str | None]:
+        """How many of the new tokens count, and "stop" if the last of them is an end token."""
+        count = min(len(tokens), self.limit - len(self.tokens))
+        if not self.sampling.ignore_eos and self.sampling.stop_token_ids:
+            first = max(self.sampling.min_new_tokens - self.generated - 1, 0)
+            for index in range(first, count):
+                if tokens[index] in self.sampling.stop_token_ids:
+                    return index + 1, "stop"
+        return count, None
 
     def _has_stop_text(self) -> bool:
-        """Whether a stop text ends in the last token; a token is at least one byte of text."""
-        if not self.sampling.stop:
+        """Whether a stop text ends in the last token; a token is at least one byte of text. (Such
+        sequences get one token at a time.)"""
+        if not self.sampling.stop or self.generated < self.sampling.min_new_tokens:
             return False
         longest = max(len(text.encode()) for text in self.sampling.stop)
         tail = self.decode(self.tokens[self.prompt_length :][-longest - 4 :])

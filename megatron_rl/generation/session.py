@@ -155,12 +155,10 @@ class Session:
         if launched is None:
             return [], []
         step = launched.step
-        tokens_KB, kept_KB, full_KB = launched.take()
+        tokens_BK, kept_BK, full_BK = launched.take()
         for i, (sequence, _) in enumerate(step.draws):
-            for k in range(len(tokens_KB)):
-                if sequence.finish_reason is not None:
-                    break
-                sequence.append(tokens_KB[k][i], kept_KB[k][i], full_KB[k][i])
+            if sequence.finish_reason is None:
+                sequence.extend(tokens_BK[i], kept_BK[i], full_BK[i])
         finished = self.scheduler.complete(step)
         counts, loop = self.counts, self.runner.decode_loop
         counts.shared_blocks = self.blocks.shared_blocks

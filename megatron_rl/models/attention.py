@@ -23,7 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_rl.kernels.decode_attention import decode_attention
+from megatron_rl.kernels.decode_attention import NewToken, decode_attention
 from megatron_rl.kernels.rope_kv_write import rope_kv_write
 from megatron_rl.models.families import Rope
 
@@ -35,23 +35,26 @@ class PagedCache:
     Attributes:
         keys, values: per layer `[blocks, block_size, G, D]`, indexed by the local layer number.
         slots_T: int64 `[T]`, where token t's key goes: block · block_size + offset; -1, for no
-            sequence's token, is the very last slot, which is never read.
-        block_table_BN: int32 `[B, N]`, the blocks of each sequence in order.
+            sequence's token, is the very last slot, which is never read. None where our decode
+            kernel finds the place itself.
+        block_table_BN: int32 `[B, N]`, the blocks of each sequence in order; what lies past its
+            context may be anything.
         context_B: int32 `[B]`, tokens of each sequence after this step's writes.
         max_context: upper bound of `context_B`, known on the host.
         fresh: every sequence's context is what this step writes: nothing has to be read.
-        rope_PR: cosines and sines for our kernels (see kernels/rope_kv_write); set where each
-            sequence has one new token and the kernels run. None: plain torch.
+        rope_PR: cosines and sines for our kernels (see kernels/rope_kv_write). None: plain torch.
+        decode: each sequence has one new token, and the kernels run.
     """
 
     keys: list[Tensor]
     values: list[Tensor]
-    slots_T: Tensor
     block_table_BN: Tensor
     context_B: Tensor
     max_context: int
+    slots_T: Tensor | None = None
     fresh: bool = False
     rope_PR: Tensor | None = None
+    decode: bool = False
 
 
 @dataclass(kw_only=True)
@@ -273,7 +276,7 @@ class CoreAttention(MegatronModule):
     """Rotary embedding, KV cache and attention; has no parameters.
 
     Takes `query [T, H, D]`, `key` and `value [T, G, D]` and an `AttentionBatch` as
-    `packed_seq_params`; returns `[T, H·D]`.
+    `packed_seq_params`; returns `[T, H·D]`. With our kernels `query` may be `[T, G, H/G, D]`.
     """
 
     def __init__(self, config, layer_number: int, softmax_scale: float | None = None, **_) -> None:
@@ -289,12 +292,18 @@ class CoreAttention(MegatronModule):
         attn_mask_type=None, attention_bias=None, packed_seq_params: AttentionBatch,
     ) -> Tensor:  # fmt: skip
         batch, cache = packed_seq_params, packed_seq_params.cache
+        if cache is not None and cache.decode:
+            return self._decode(query, key, value, cache)
         if cache is not None and cache.rope_PR is not None:
-            return self._decode(query, key, value, batch)
-        cos, sin = batch.rotary(self.inv_freq)
-        q_THD, k_TGD = rotate(query, cos, sin), rotate(key, cos, sin)
-        if cache is not None:
-            write_cache(cache, self.cache_layer, k_TGD, value)
+            keys, values = cache.keys[self.cache_layer], cache.values[self.cache_layer]
+            q_THD, k_TGD = rope_kv_write(
+                query, key, value, cache.rope_PR, batch.positions_T, keys, values, cache.slots_T
+            )
+        else:
+            cos, sin = batch.rotary(self.inv_freq)
+            q_THD, k_TGD = rotate(query, cos, sin), rotate(key, cos, sin)
+            if cache is not None:
+                write_cache(cache, self.cache_layer, k_TGD, value)
         if cache is None or cache.fresh:
             out = packed_causal_attention(
                 q_THD, k_TGD, value, batch, self.scale, self.config.packed_attention, self.window
@@ -306,14 +315,11 @@ class CoreAttention(MegatronModule):
             )  # fmt: skip
         return out.flatten(1)
 
-    def _decode(self, query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch) -> Tensor:
+    def _decode(self, query: Tensor, key: Tensor, value: Tensor, cache: PagedCache) -> Tensor:
         """One new token per sequence, by our kernels."""
-        cache = batch.cache
-        keys, values = cache.keys[self.cache_layer], cache.values[self.cache_layer]
-        q_THD, _ = rope_kv_write(
-            query, key, value, cache.rope_PR, batch.positions_T, keys, values, cache.slots_T
-        )
         out = decode_attention(
-            q_THD, keys, values, cache.block_table_BN, cache.context_B, self.scale
-        )
+            query, cache.keys[self.cache_layer], cache.values[self.cache_layer],
+            cache.block_table_BN, cache.context_B, self.scale,
+            new=NewToken(k_BGD=key, v_BGD=value, cos_sin_PR=cache.rope_PR),
+        )  # fmt: skip
         return out.flatten(1)

@@ -97,7 +97,7 @@ def advance(
     for _ in range(max(step.decodes, 1)):
         for sequence, _ in step.draws:
             if sequence.finish_reason is None:
-                sequence.append(draw.randint(0, 9), 0.0, 0.0)
+                sequence.extend([draw.randint(0, 9)], [0.0], [0.0])
     finished |= {s.request for s in scheduler.complete(step)}
 
 
@@ -137,7 +137,7 @@ def test_samples_of_a_prompt_fork_and_copy_on_write():
     assert [s.table.blocks for s in made] == [made[0].table.blocks] * 3
     assert blocks.free == 18, "the prompt is kept once"
     for token, sequence in enumerate(made):
-        sequence.append(token, 0.0, 0.0)
+        sequence.extend([token], [0.0], [0.0])
     assert scheduler.complete(step) == []
     step = scheduler.next_step()
     assert len(step.copies) == 2, "the last of three sharers writes in place"
@@ -154,7 +154,7 @@ def test_a_window_gives_blocks_back():
     while sequence.finish_reason is None:
         step = scheduler.next_step()
         scheduler.launched(step)
-        sequence.append(7, 0.0, 0.0)
+        sequence.extend([7], [0.0], [0.0])
         scheduler.complete(step)
         assert blocks.count - blocks.free <= 3, "6 tokens lie in at most 3 blocks of 4"
     assert len(sequence.tokens) == 200 and blocks.free == blocks.count

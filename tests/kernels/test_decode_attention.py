@@ -7,7 +7,8 @@ import inspect
 import pytest
 import torch
 
-from megatron_rl.kernels.decode_attention import decode_attention
+from megatron_rl.kernels.decode_attention import NewToken, decode_attention
+from megatron_rl.kernels.rope_kv_write import rope_kv_write, rope_table
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
@@ -121,6 +122,64 @@ def test_strided_queries_and_empty_batch(device, backend):
     assert torch.equal(got, decode_attention(q, k, v, table, context, 0.125, backend=backend))
     empty = decode_attention(q[:0], k, v, table[:0], context[:0], 0.125, backend=backend)
     assert empty.shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "width", "split"),
+    [(8, 2, 64, 64, None), (3, 3, 96, 96, 64), (10, 2, 64, 16, 64)],
+)
+def test_a_new_token_is_rotated_written_and_attended(
+    device, backend, dtype, heads, groups, dim, width, split
+):
+    """As by the separate write, also where the new token is the first of a split."""
+    contexts = [1, 64, 65, 0, 129, 100]
+    q, k, v, table, context = paged_case(
+        device, dtype, contexts, heads=heads, groups=groups, dim=dim, block=16, table_blocks=9,
+        seed=width,
+    )  # fmt: skip
+    fused = torch.randn(len(q), groups, heads // groups + 2, dim).to(device, dtype)
+    queries, k_new, v_new = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+    angles = rope_table(1e4 ** -(torch.arange(0, width, 2) / width).to(device), 140)
+    apart = [k.clone(), v.clone()]
+    position = (context.long() - 1).clamp(min=0)
+    slots = torch.tensor(
+        [int(table[row, (n - 1) // 16]) * 16 + (n - 1) % 16 if n else -1
+         for row, n in enumerate(contexts)], device=device,
+    )  # fmt: skip
+    rotated, _ = rope_kv_write(
+        queries, k_new, v_new, angles, position, *apart, slots, backend="torch"
+    )
+    new = NewToken(k_BGD=k_new, v_BGD=v_new, cos_sin_PR=angles)
+    out = decode_attention(
+        queries, k, v, table, context, 0.11, new=new, split_size=split, backend=backend
+    )
+    for cache, expected in zip((k, v), apart, strict=True):
+        torch.testing.assert_close(cache, expected, equal_nan=True)
+        assert cache.isnan().equal(expected.isnan()), "nothing else is written"
+    expected = dense_fp64(rotated, *apart, table, context, 0.11)
+    assert relative_error(out, expected) < 2 * TOLERANCE[dtype]
+    assert not out[3].any()
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (dict(k_BGD=torch.zeros(2, 1, 64)), r"must be \[2, 2, 64\]"),
+        (dict(v_BGD=torch.zeros(2, 2, 64, dtype=torch.float16)), "must have q's"),
+        (dict(cos_sin_PR=torch.zeros(9, 66)), "cos/sin table"),
+    ],
+)
+def test_a_bad_new_token_is_named(new, message):
+    good = dict(
+        k_BGD=torch.zeros(2, 2, 64), v_BGD=torch.zeros(2, 2, 64), cos_sin_PR=torch.zeros(9, 64)
+    )
+    cache = torch.zeros(4, 16, 2, 64)
+    table, context = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        decode_attention(
+            torch.zeros(2, 4, 64), cache, cache, table, context, 0.1, new=NewToken(**good | new)
+        )
 
 
 BAD = {
