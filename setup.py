@@ -27,6 +27,7 @@ EXTRAS = {
     # NVIDIA's Apex is built from source; the PyPI package of that name is something else entirely.
     "te": ["transformer-engine[pytorch]>=2.0"],
     "vllm": ["vllm>=0.8"],
+    "parquet": ["pyarrow>=14"],
     # What tests/peers compares with.
     "peers": ["trl>=1.10"],
     "dev": [
@@ -35,6 +36,7 @@ EXTRAS = {
         "hypothesis>=6.100",
         "ninja>=1.11",
         "pre-commit>=3.7",
+        "pyarrow>=14",
         "pytest>=8.0",
         "ruff>=0.6",
         "setuptools>=77",

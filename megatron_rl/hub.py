@@ -30,6 +30,7 @@ _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", 
 _TORCH_FILES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 # Second copies of the weights in other layouts, and whatever lies in subfolders.
 _NOT_NEEDED = ["consolidated*", "*/*"]
+_DATA_KINDS = (".jsonl", ".parquet")
 _SPLIT_NAMES = {
     "train": ("train",),
     "eval": ("eval", "test", "validation", "valid", "dev", "held_out"),
@@ -97,7 +98,7 @@ def tokenizer_place(named: Named, node: NodeRank, *, trust_remote_code: bool = F
 
 
 def prompt_file(named: Named, node: NodeRank, *, split: str) -> Path:
-    """The local JSONL file of prompts: a path, `owner/name` or `owner/name/file.jsonl`.
+    """The local JSONL or Parquet file of prompts: a path, `owner/name` or `owner/name/file`.
 
     Args:
         split: "train" or "eval": which file is meant where the data set has several.
@@ -134,24 +135,45 @@ def _split_data_id(name: str) -> tuple[str | None, str | None]:
 
 def _data_file(named: Named, repository: str, file: str | None, split: str) -> Path:
     """Fetches the file that is meant: the one named, that of the split, or the only one."""
-    of_split = [f"{start}{name}*.jsonl" for name in _SPLIT_NAMES[split] for start in ("", "*/")]
-    for patterns in [[file]] if file else [of_split, ["*.jsonl"]]:
-        folder = Path(_snapshot(named, repository, "dataset", patterns, []))
-        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.jsonl"))
+    of_split = [
+        [f"{start}{name}*{kind}" for name in _SPLIT_NAMES[split] for start in ("", "*/")]
+        for kind in _DATA_KINDS
+    ]
+    listed = _listed(named, repository)
+    for patterns in [[file]] if file else [*of_split, *([f"*{kind}"] for kind in _DATA_KINDS)]:
+        names = listed
+        if names is None:
+            names = _files_in(Path(_snapshot(named, repository, "dataset", patterns, [])))
         found = [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
         if found:
             break
     if not found:
         raise named.refuse(
-            f"the data set has no {'file ' + repr(file) if file else 'JSONL file'}",
-            "prompts are read from JSONL: check the name or convert the data first",
+            f"the data set has no {'file ' + repr(file) if file else 'JSONL or Parquet file'}",
+            "prompts are read from these: check the name or convert the data first",
         )
     if len(found) > 1 or (split == "eval" and Path(found[0]).name.startswith("train") and not file):
         raise named.refuse(
             f"which of the data set's files is meant is not clear ({', '.join(found[:4])})",
             f"name one, as in {repository}/{found[0]}",
         )
-    return folder / found[0]
+    return Path(_snapshot(named, repository, "dataset", found[:1], [])) / found[0]
+
+
+def _listed(named: Named, repository: str) -> list[str] | None:
+    """What files a data set has, so that only the one that is meant is fetched; None: the hub can't
+    be asked, and the cache or the attempt to fetch will tell."""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi(library_name="megatron-rl")
+        return sorted(api.list_repo_files(repository, repo_type="dataset", revision=named.revision))
+    except Exception:  # noqa: BLE001 - whatever it is, fetching meets it again and explains it
+        return None
+
+
+def _files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def _folder(named: Named, node: NodeRank, download: Callable[[], str], expected: str) -> Path:

@@ -120,11 +120,11 @@ class RunInputs:
         """
         if self.eval_file is None:
             raise ConfigError(
-                "data.eval is null: an evaluation needs held-out prompts; name a JSONL file",
+                "data.eval is null: an evaluation needs held-out prompts; name a file of them",
                 setting="data.eval",
             )
         count = min(self.config.evaluation.prompts or len(self.eval_file), len(self.eval_file))
-        return [self.eval_file[i] for i in range(count)]
+        return self.eval_file.read(range(count))
 
 
 def _check_plugins(config: Config) -> None:
@@ -202,7 +202,7 @@ def _tokenizer(config: Config, place: Path, actor: Architecture) -> Tokenizer:
 
 
 def _prompt_paths(config: Config, node: NodeRank) -> dict[str, Path]:
-    """Split ("train" and, where there is one, "eval") → local JSONL file."""
+    """Split ("train" and, where there is one, "eval") → local file of prompts."""
     names = {"train": config.data.train, "eval": config.data.eval}
     revision = config.data.revision
     on_hub = {split: is_data_id(name) for split, name in names.items() if name is not None}

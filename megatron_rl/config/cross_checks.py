@@ -19,7 +19,7 @@ def check_required(config: Config) -> None:
         way_out = "give the folder of the policy to train"
         refuse("model.actor.path", config.model.actor.path, "is required", way_out)
     if not config.data.train:
-        way_out = "give a JSONL file with one prompt per line"
+        way_out = "give a JSONL or Parquet file with one prompt per row"
         refuse("data.train", config.data.train, "is required", way_out)
 
 

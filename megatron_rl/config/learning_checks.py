@@ -192,5 +192,5 @@ def _check_evaluation(config: Config) -> None:
         value = getattr(evaluation, name)
         if value:
             rule = "there are no held-out prompts: data.eval is null"
-            way_out = "set data.eval to a JSONL file or remove it"
+            way_out = "set data.eval to a JSONL or Parquet file or remove it"
             refuse(f"evaluation.{name}", value, rule, way_out)

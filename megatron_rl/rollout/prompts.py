@@ -1,14 +1,13 @@
-"""Prompts from a JSONL file: checked once, read by position, resumed exactly.
+"""Prompts from a JSONL or Parquet file: checked once, read by position, resumed exactly.
 
-Only the byte offset of each line is held in memory. The order of an epoch is a permutation drawn
-from (seed, epoch), so the position in the data is three numbers.
+The order of an epoch is a permutation drawn from (seed, epoch), so the position in the data is
+three numbers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,19 @@ from typing import Any
 import torch
 
 from megatron_rl.config import ConfigError
+from megatron_rl.rollout.records import Records, open_records
 from megatron_rl.text import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One line of the file.
+    """One row of the file.
 
     Attributes:
-        index: line number in the file, from 0.
+        index: number of the line or row, from 0.
         text: what a reward function sees as the prompt.
         token_ids: what the model gets.
-        record: the whole JSON object.
+        record: the whole row, as an object.
     """
 
     index: int
@@ -37,14 +37,14 @@ class Prompt:
 
 
 class PromptFile:
-    """Random access to the prompts of a JSONL file.
+    """Random access to the prompts of a JSONL or Parquet file.
 
     Args:
         limit: longest allowed prompt in tokens.
 
     Raises:
-        ConfigError: for a missing or empty file, or naming the first line that is not an object
-            with the prompt key, is empty, or is too long.
+        ConfigError: for a missing or empty file, or naming the first row that can't be read, has no
+            prompt or one of a wrong type, or is too long.
     """
 
     def __init__(
@@ -53,51 +53,56 @@ class PromptFile:
     ) -> None:  # fmt: skip
         self.path, self.setting, self.key = Path(path), setting, prompt_key
         self.chat_template, self.tokenizer, self.limit = chat_template, tokenizer, limit
-        self._offsets: list[int] = []
-        digest = hashlib.sha256()
-        for offset, line in self._lines():
-            digest.update(line)
-            number = len(self._offsets) + 1
-            record = self._parse(line, number)
-            # A token is at least one byte, so only lines longer than the limit can be too long.
-            if len(line) + 256 * chat_template > limit:
-                self._tokenise(record, number)
-            self._offsets.append(offset)
-        if not self._offsets:
-            self._refuse(f"{path} has no prompts; write one JSON object per line")
-        self.fingerprint = digest.hexdigest()
+        try:
+            self._records: Records = open_records(self.path)
+            for number, record in enumerate(self._records.scan(), start=1):
+                self._check(record, number)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"{setting}: {error}", setting=setting) from error
+        if not len(self):
+            self._refuse(f"{path} has no prompts; write one JSON object per line, or one row each")
+        self.fingerprint = self._records.fingerprint
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._records)
 
     def __getitem__(self, index: int) -> Prompt:
-        with self.path.open("rb") as file:
-            file.seek(self._offsets[index])
-            record = self._parse(file.readline(), index + 1)
-        text, token_ids = self._tokenise(record, index + 1)
-        return Prompt(index=index, text=text, token_ids=token_ids, record=record)
+        return self.read([index])[0]
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        if not self.path.is_file():
-            self._refuse(f"there is no file {str(self.path)!r}; check the path")
-        offset = 0
-        with self.path.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    yield offset, line
-                offset += len(line)
+    def read(self, indices: Sequence[int]) -> list[Prompt]:
+        """The prompts at `indices`, in that order; cheaper together than one by one."""
+        prompts = []
+        for index, record in zip(indices, self._records.read(indices), strict=True):
+            text, token_ids = self._tokenise(record, index + 1)
+            prompts.append(Prompt(index=index, text=text, token_ids=token_ids, record=record))
+        return prompts
 
-    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            record = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            self._refuse(f"{self.path}, prompt {number} is not JSON ({error}); fix that line")
-        if not isinstance(record, dict) or not record.get(self.key):
+    def _check(self, record: dict[str, Any], number: int) -> None:
+        prompt = record.get(self.key)
+        if not prompt:
+            lacks = "an empty" if self.key in record else "no"
             self._refuse(
-                f"{self.path}, prompt {number} has no {self.key!r}; each line must be an object "
-                "with the key that data.prompt_key names"
+                f"{self.path}, prompt {number} has {lacks} {self.key!r} (its keys: "
+                f"{', '.join(map(repr, record))}); data.prompt_key names the key of the prompt"
             )
-        return record
+        is_chat = isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt)
+        if not isinstance(prompt, str) and not (self.chat_template and is_chat):
+            expected = "a text, or a list of messages with data.chat_template=true"
+            found = "a list of messages" if is_chat else f"of type {type(prompt).__name__}"
+            self._refuse(
+                f"{self.path}, prompt {number}: {self.key!r} is {found}; it must be {expected}"
+            )
+        # A token is at least one byte, so only prompts longer than the limit can be too long.
+        if len(self._text(prompt).encode()) + 256 * self.chat_template > self.limit:
+            self._tokenise(record, number)
+
+    @staticmethod
+    def _text(prompt: str | list[dict[str, Any]]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return json.dumps(prompt, ensure_ascii=False, default=str)
 
     def _tokenise(self, record: dict[str, Any], number: int) -> tuple[str, list[int]]:
         prompt = record[self.key]
@@ -111,8 +116,7 @@ class PromptFile:
                 f"{self.limit} (data.max_prompt_length, the model's context and one new token); "
                 "shorten or remove it"
             )
-        text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-        return text, token_ids
+        return self._text(prompt), token_ids
 
     def _refuse(self, message: str) -> None:
         raise ConfigError(f"{self.setting}: {message}", setting=self.setting)
@@ -139,14 +143,15 @@ class PromptStream:
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
-        prompts = []
-        while len(prompts) < count:
+        indices: list[int] = []
+        while len(indices) < count:
             if self.position == len(self._order):
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._epoch_order()
-            prompts.append(self.file[self._order[self.position]])
-            self.position += 1
-        return prompts
+            part = self._order[self.position : self.position + count - len(indices)]
+            indices += part
+            self.position += len(part)
+        return self.file.read(indices)
 
     def state_dict(self) -> dict[str, Any]:
         return {

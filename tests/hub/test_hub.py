@@ -147,7 +147,11 @@ DATA = {
     "named": (["a.jsonl", "b/c.jsonl"], "org/set/b/c.jsonl", "train", "b/c.jsonl"),
     "unclear": (["a.jsonl", "b.jsonl"], "org/set", "train", "not clear (a.jsonl, b.jsonl); name"),
     "no_held_out": (["train.jsonl"], "org/set", "eval", "not clear (train.jsonl)"),
-    "parquet": (["train.parquet"], "org/set", "train", "has no JSONL file; prompts are read from"),
+    "parquet": (["d/train-0.parquet", "x.csv"], "org/set", "train", "d/train-0.parquet"),
+    "lines_first": (["train.jsonl", "train.parquet"], "org/set", "train", "train.jsonl"),
+    "split_first": (["more.jsonl", "train.parquet"], "org/set", "train", "train.parquet"),
+    "in_pieces": (["train-0.parquet", "train-1.parquet"], "org/set", "train", "not clear (train-0"),
+    "neither": (["train.csv"], "org/set", "train", "has no JSONL or Parquet file; prompts are re"),
     "missing": (["a.jsonl"], "org/set/b.jsonl", "train", "has no file 'b.jsonl'"),
 }
 
@@ -161,9 +165,9 @@ def test_data_set_gives_the_file_that_is_meant(hub: Hub, case: str) -> None:
     if expected in files:
         found = prompt_file(meant, ALONE, split=split)
         assert found.read_bytes() == expected.encode()
-        if len(files) > 1 and case != "unclear":
-            assert sum(hub.served.values()) == 1, "the other file was not needed"
+        assert sum(hub.served.values()) == 1, "the other file was not needed"
         return
     with pytest.raises(ConfigError) as refusal:
         prompt_file(meant, ALONE, split=split)
     assert expected in str(refusal.value)
+    assert not hub.served, "nothing is fetched before it is clear what"

@@ -1,0 +1,172 @@
+"""Rows of a data set as JSON-like objects: lines of a JSONL file, or rows of a Parquet file.
+
+Both are read once from beginning to end in pieces, which finds every fault before a run starts, and
+then by position. Held in memory are one number per line or row group, and one row group at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+_MAGIC = b"PAR1"
+_SCAN_ROWS = 1024
+
+
+class Records(Protocol):
+    """A data set on this disk.
+
+    Attributes:
+        fingerprint: identity of the content; known after `scan`.
+    """
+
+    fingerprint: str
+
+    def __len__(self) -> int:
+        """Rows; known after `scan`."""
+
+    def scan(self) -> Iterator[dict[str, Any]]:
+        """Every row once, in order.
+
+        Raises:
+            ValueError: naming the first row that can't be read.
+        """
+
+    def read(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """The rows at `indices`, in that order."""
+
+
+def open_records(path: Path) -> Records:
+    """The rows of a file, whose kind is known by its name or its first bytes.
+
+    Raises:
+        ValueError: there is no such file, it is broken, or what reads it is not installed.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}; check the path")
+    with path.open("rb") as file:
+        is_parquet = path.suffix == ".parquet" or file.read(len(_MAGIC)) == _MAGIC
+    return ParquetRows(path) if is_parquet else JsonLines(path)
+
+
+class JsonLines:
+    """One JSON object per line; empty lines don't count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.fingerprint = path, ""
+        self._offsets: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def scan(self) -> Iterator[dict[str, Any]]:
+        digest, offset = hashlib.sha256(), 0
+        self._offsets = []
+        with self.path.open("rb") as file:
+            for line in file:
+                if line.strip():
+                    digest.update(line)
+                    self._offsets.append(offset)
+                    yield self._parse(line, len(self._offsets))
+                offset += len(line)
+        self.fingerprint = digest.hexdigest()
+
+    def read(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        found = []
+        with self.path.open("rb") as file:
+            for index in indices:
+                file.seek(self._offsets[index])
+                found.append(self._parse(file.readline(), index + 1))
+        return found
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{self.path}, prompt {number} is not JSON ({error}); fix that line"
+            ) from error
+        if not isinstance(record, dict):
+            raise ValueError(
+                f"{self.path}, prompt {number} is a {type(record).__name__}; each line must be a "
+                "JSON object"
+            )
+        return record
+
+
+class ParquetRows:
+    """The rows of a Parquet file, a row group at a time.
+
+    A row is a dictionary of its columns: texts, numbers, lists and dictionaries as in JSON, null as
+    None. What JSON has no type for (dates, bytes, decimals) is Python's.
+
+    Rows that are read together are best neighbours: every row group among them is decoded once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.fingerprint = path, ""
+        self._arrow = _pyarrow(path)
+        # What pyarrow raises, and what converting a value to Python may.
+        self._faults = (self._arrow.ArrowException, OSError, ValueError, OverflowError)
+        try:
+            self._file = self._arrow.parquet.ParquetFile(path)
+            groups = range(self._file.num_row_groups)
+            rows = [self._file.metadata.row_group(group).num_rows for group in groups]
+        except self._faults as error:
+            raise ValueError(
+                f"{path} can't be read as Parquet ({_in_one_line(error)}); write it again, or give "
+                "a JSONL file"
+            ) from error
+        self._starts = [0, *accumulate(rows)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def scan(self) -> Iterator[dict[str, Any]]:
+        done = 0
+        try:
+            for batch in self._file.iter_batches(batch_size=_SCAN_ROWS, use_threads=False):
+                records = batch.to_pylist()
+                yield from records
+                done += len(records)
+        except self._faults as error:
+            last = min(done + _SCAN_ROWS, len(self))
+            raise ValueError(
+                f"{self.path}, prompts {done + 1} to {last} can't be read "
+                f"({_in_one_line(error)}); write the file again, or leave them out"
+            ) from error
+        with self.path.open("rb") as file:
+            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+
+    def read(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        members: dict[int, list[int]] = {}
+        for index in indices:
+            members.setdefault(bisect_right(self._starts, index) - 1, []).append(index)
+        found: dict[int, dict[str, Any]] = {}
+        for group, wanted in members.items():
+            table = self._file.read_row_group(group, use_threads=False)
+            rows = table.take([index - self._starts[group] for index in wanted])
+            found |= zip(wanted, rows.to_pylist(), strict=True)
+        return [found[index] for index in indices]
+
+
+def _pyarrow(path: Path) -> ModuleType:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(
+            f"{path} is a Parquet file, which pyarrow reads, and that is not installed ({error}); "
+            "pip install pyarrow (the extra parquet), or convert the file to JSONL"
+        ) from error
+    return pyarrow
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
