@@ -20,7 +20,7 @@ from megatron_rl.rewards.model import learned_scores
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.collect import collect, prompts_per_block, sampling_params
 from megatron_rl.rollout.dynamic_sampling import fill_batch
-from megatron_rl.rollout.exchange import balance
+from megatron_rl.rollout.exchange import balance, computed_under
 from megatron_rl.rollout.prompts import Prompt
 from megatron_rl.run_inputs import RunInputs
 from megatron_rl.setup_models import Models
@@ -76,9 +76,8 @@ class RolloutPhase:
                         temperature=config.evaluation.temperature,
                         first_request=EVALUATION_REQUESTS + first,
                     )  # fmt: skip
-                    if batch is not None:
-                        self._reward(batch)
-                        total.add(batch)
+                    self._reward(batch)
+                    total.add(batch)
         return total.reduce(self.groups)
 
     def on_generation_layout(self) -> AbstractContextManager[None]:
@@ -88,7 +87,7 @@ class RolloutPhase:
     def generate(
         self, prompts: list[Prompt], *, n: int, temperature: float, first_request: int,
         first_index: int = 0,
-    ) -> RolloutBatch | None:  # fmt: skip
+    ) -> RolloutBatch:  # fmt: skip
         """This replica's samples, not scored yet; see `rollout.collect.collect`."""
         sampling = sampling_params(
             self.config, self.inputs.tokenizer, temperature=temperature, seed=self.config.seed
@@ -108,7 +107,6 @@ class RolloutPhase:
                 prompts, n=config.rollout.n, temperature=config.rollout.temperature,
                 first_request=self.samples_drawn, first_index=first_index,
             )  # fmt: skip
-        assert batch is not None, "rollout.batch_size gives every replica a prompt: checked"
         self.samples_drawn += config.samples_per_step
         with self.stop.section(), self.phase("scoring"):
             self._reward(batch)
@@ -116,8 +114,12 @@ class RolloutPhase:
 
     def _reward(self, batch: RolloutBatch) -> None:
         """The learned model's scores, the function's, or both together."""
-        learned = None
-        if self.models.reward is not None:
-            reader = self.inputs.reward_reader
-            learned = learned_scores(batch, self.models.reward, reader, self.config)
+        learned, model = None, self.models.reward
+        if model is not None:
+            (learned,) = computed_under(
+                batch, self.groups, model.groups,
+                lambda share: [
+                    learned_scores(share, model, self.inputs.reward_reader, self.config)
+                ],
+            )  # fmt: skip
         score(batch, self.inputs.reward, self.groups, self.stop, learned)

@@ -16,7 +16,7 @@ from megatron_rl.engine.optimizer import Trainable
 from megatron_rl.generation.cache import free_memory
 from megatron_rl.generation.engine import Engine
 from megatron_rl.models.gpt import ParallelModel, build_model
-from megatron_rl.models.shared_embedding import read_embedding_of
+from megatron_rl.models.shared_embedding import SharedEmbedding
 from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
 from megatron_rl.resharding.cost_model import Work, choose
 from megatron_rl.resharding.speeds import measure_speeds
@@ -28,13 +28,18 @@ from megatron_rl.runtime import log
 
 @dataclass(kw_only=True, slots=True)
 class Models:
-    """The models of a run, and the way from training the actor to generating with it."""
+    """The models of a run, and the way from training the actor to generating with it.
+
+    Attributes:
+        embedding: the actor's table in the critic; None: each has its own.
+    """
 
     actor: Trainable
     critic: Trainable | None
     reference: ParallelModel | None
     reward: ParallelModel | None
     transition: Transition
+    embedding: SharedEmbedding | None = None
 
     @property
     def engine(self) -> Engine:
@@ -62,11 +67,13 @@ def build_models(config: Config, inputs: RunInputs, world_size: int) -> Models:
     """Allocates and loads every role under its layout; all ranks must call this together."""
     groups = _groups_by_role(config, inputs, world_size)
     seed_model_parallel(config.seed, groups["actor"])
-    actor = _trainable("actor", config, inputs, groups["actor"])
-    critic = None
+    model = _model("actor", config, inputs, groups["actor"], trainable=True)
+    actor = _trainable(config, model)
+    critic = embedding = None
     if config.has_critic:
-        shared = actor.model if config.hybrid_engine.share_embeddings else None
-        critic = _trainable("critic", config, inputs, groups["critic"], embedding_of=shared)
+        model = _model("critic", config, inputs, groups["critic"], trainable=True)
+        embedding = _shared_embedding(config, actor.model, model)
+        critic = _trainable(config, model)
     frozen = {
         role: _model(role, config, inputs, groups[role], trainable=False)
         for role in ("reference", "reward")
@@ -74,7 +81,7 @@ def build_models(config: Config, inputs: RunInputs, world_size: int) -> Models:
     }
     return Models(
         actor=actor, critic=critic, reference=frozen.get("reference"), reward=frozen.get("reward"),
-        transition=_transition(config, actor.model, inputs),
+        transition=_transition(config, actor.model, inputs), embedding=embedding,
     )  # fmt: skip
 
 
@@ -148,24 +155,32 @@ def _model(
     return model
 
 
-def _trainable(
-    role: str, config: Config, inputs: RunInputs, groups: ParallelGroups, *,
-    embedding_of: ParallelModel | None = None,
-) -> Trainable:  # fmt: skip
+def _shared_embedding(
+    config: Config, actor: ParallelModel, critic: ParallelModel
+) -> SharedEmbedding | None:
+    share = config.hybrid_engine.share_embeddings
+    if share is False:
+        return None
+    embedding = SharedEmbedding(actor, critic, joint=share == "joint")
+    log.info(
+        "hybrid_engine.share_embeddings: %d bytes of weights are not held twice",
+        embedding.saved_bytes,
+    )
+    return embedding
+
+
+def _trainable(config: Config, model: ParallelModel) -> Trainable:
+    """Wraps a loaded model for training."""
     training = config.training
-    model = _model(role, config, inputs, groups, trainable=True)
-    if embedding_of is not None:
-        saved = read_embedding_of(embedding_of, model)
-        log.info("hybrid_engine.share_embeddings: %d bytes of weights are not held twice", saved)
     steps_per_rollout = training.epochs * -(-config.samples_per_step // config.mini_batch_size)
     return Trainable(
-        model, getattr(training, role),
+        model, getattr(training, model.role),
         total_steps=training.steps * steps_per_rollout,
         distributed_optimizer=training.distributed_optimizer,
         one_all_reduce=training.grad_reduce == "manual",
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=config.parallel.overlap_param_gather,
-        compression=training.gradient_compression, nodes=_node_groups(config, groups),
+        compression=training.gradient_compression, nodes=_node_groups(config, model.groups),
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from megatron_rl.checkpoint import RngState
 from megatron_rl.config import Config
 from megatron_rl.convert.huggingface import export_huggingface
 from megatron_rl.engine.passes import logprob_pass, needs_old_logprobs, value_pass
-from megatron_rl.engine.update import actor_loss, critic_loss, update_epochs
+from megatron_rl.engine.update import actor_loss, critic_loss
+from megatron_rl.learners import Learner, train_jointly, train_one_by_one
 from megatron_rl.monitor.out_of_memory import explain_out_of_memory
 from megatron_rl.monitor.phases import PhaseTimer
 from megatron_rl.monitor.run_monitor import RunMonitor
@@ -29,7 +30,7 @@ from megatron_rl.residency import Residency, check_host_memory
 from megatron_rl.rewards.base import RewardFunction
 from megatron_rl.rollout.advantages import estimate_advantages
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.rollout.exchange import computed_under, share_under
+from megatron_rl.rollout.exchange import computed_under
 from megatron_rl.rollout_phase import RolloutPhase
 from megatron_rl.run_inputs import RunInputs
 from megatron_rl.runtime import Environment, Runtime, log
@@ -232,23 +233,24 @@ class Trainer:
                 batch.tensors["values"], batch.tensors["bootstrap"] = values
 
     def _update(self, batch: RolloutBatch) -> Updates:
-        """The critic learns, then the actor."""
-        config, algorithm, models = self.config, self.config.algorithm, self.models
-        updates: Updates = {}
+        """The critic learns and the actor learns."""
+        config, models, learners = self.config, self.models, []
         if models.critic is not None:
-            with self._phase("update_critic"):
-                share = share_under(batch, self.groups, models.critic.model.groups)
-                updates["critic"] = update_epochs(
-                    models.critic, share, config, critic_loss(config), "token_mean"
-                )
-        if self.step_count >= algorithm.critic_warmup_steps:
-            reference = models.reference if algorithm.kl.estimator == "full" else None
+            learners.append(
+                Learner(role="critic", trainable=models.critic, loss=critic_loss(config),
+                        aggregation="token_mean")  # fmt: skip
+            )
+        if self.step_count >= config.algorithm.critic_warmup_steps:
+            reference = models.reference if config.algorithm.kl.estimator == "full" else None
             loss = actor_loss(models.actor.model, config, self.kl.coef, reference)
-            with self._phase("update_actor"):
-                updates["actor"] = update_epochs(
-                    models.actor, batch, config, loss, algorithm.loss_aggregation, reference
-                )
-        return updates
+            learners.append(
+                Learner(role="actor", trainable=models.actor, loss=loss, reference=reference,
+                        aggregation=config.algorithm.loss_aggregation)  # fmt: skip
+            )
+        if models.embedding is not None and models.embedding.joint:
+            critic, actor = learners
+            return train_jointly(critic, actor, models.embedding, batch, config, self._phase)
+        return train_one_by_one(learners, batch, self.groups, config, self._phase)
 
     # ---- state ---------------------------------------------------------------------------------
 

@@ -59,11 +59,16 @@ def _check_models(config: Config) -> None:
         rule = "torch's packed attention computes in half precision only"
         way_out = "set training.dtype=bf16 or model.attention_backend=torch"
         refuse("model.attention_backend", "varlen", rule, way_out)
-    reference = config.model.reference
-    if not reference.enable and reference.path is not None:
-        rule = "has no effect while model.reference.enable is false"
-        way_out = "set model.reference.enable=true or remove it"
-        refuse("model.reference.path", reference.path, rule, way_out)
+    for role, exists, why_not, needed in (
+        ("reference", config.has_reference, "enable is false", "enable=true"),
+        ("reward", config.has_learned_reward, "path is null", "path"),
+    ):
+        for name in ("path", "parallel"):
+            value = getattr(config.role(role), name)
+            if value is not None and not exists:
+                rule = f"has no effect while model.{role}.{why_not}"
+                way_out = f"set model.{role}.{needed} or remove it"
+                refuse(f"model.{role}.{name}", value, rule, way_out)
 
 
 def _check_grad_reduce(config: Config) -> None:
@@ -201,6 +206,21 @@ def _check_shared_embedding(config: Config) -> None:
     if config.hybrid_engine.actor_offload.enable:
         rule = "the critic reads the actor's table while hybrid_engine.actor_offload has it away"
         refuse(setting_name, share, rule, "remove hybrid_engine.actor_offload")
+    if share == "joint":
+        _check_joint_embedding(config, setting_name)
+
+
+def _check_joint_embedding(config: Config, setting_name: str) -> None:
+    warmup, way_out = config.algorithm.critic_warmup_steps, "or use read_only"
+    if warmup:
+        rule = (
+            "both models must step together, and the actor does not in the first "
+            f"algorithm.critic_warmup_steps={warmup} steps"
+        )
+        refuse(setting_name, "joint", rule, f"remove algorithm.critic_warmup_steps {way_out}")
+    if config.training.dtype == "fp16":
+        rule = "with training.dtype=fp16 each model scales its gradients by a factor of its own"
+        refuse(setting_name, "joint", rule, f"set training.dtype=bf16 {way_out}")
 
 
 def _check_checkpoint(config: Config) -> None:

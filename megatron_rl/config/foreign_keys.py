@@ -241,7 +241,7 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     ),
     "resource_pool": _refused(
         "all models share all ranks in one program, without pools",
-        "remove it; model.reward.ranks places a frozen model on some of the ranks",
+        "remove it; model.reward.parallel gives the reward model a layout of its own",
     ),
     "lora": _NO_LORA,
     "model.lora": _NO_LORA,

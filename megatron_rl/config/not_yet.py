@@ -34,7 +34,6 @@ def _is(*refused: str) -> Predicate:
 NOT_YET: dict[str, tuple[Predicate, str]] = {
     "parallel.cp": (_more_than_one, "context parallelism"),
     "parallel.ep": (_more_than_one, "expert parallelism"),
-    "model.reward.parallel": (_is_given, "a layout of its own for the reward model"),
     "model.reference.ranks": (
         _is_given,
         "a reference model on some of the ranks. One program runs on all of them, and these ranks "
@@ -43,13 +42,9 @@ NOT_YET: dict[str, tuple[Predicate, str]] = {
     "model.reward.ranks": (
         _is_given,
         "a reward model on some of the ranks. One program runs on all of them, and these ranks "
-        "would wait while the others generate; it shares the actor's layout",
+        "would wait while the others generate; give it a layout with model.reward.parallel",
     ),
     "rollout.backend": (_is("vllm"), "generation by vLLM"),
-    "hybrid_engine.share_embeddings": (
-        lambda value: value == "joint",
-        "a table that both models train (read_only shares it without the critic's gradient)",
-    ),
     "comm_trace.enable": (_is_true, "the communication trace"),
 }
 """Dotted key -> (does this value ask for the feature?, what the feature is)."""

@@ -38,6 +38,7 @@ from megatron_rl.engine.passes import (
 )
 from megatron_rl.engine.schedule import forward_backward
 from megatron_rl.models.gpt import ParallelModel
+from megatron_rl.models.shared_embedding import SharedEmbedding
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.batch import RolloutBatch
 
@@ -132,38 +133,16 @@ def mini_batches(batch: RolloutBatch, config: Config) -> list[list[int]]:
     return lists
 
 
-def update_epochs(
-    trainable: Trainable, batch: RolloutBatch, config: Config, loss: Loss, aggregation: str,
-    reference: ParallelModel | None = None,
-) -> tuple[list[StepResult], dict[str, Tensor]]:  # fmt: skip
-    """All optimizer steps on a rollout: `training.epochs` times every mini-batch.
-
-    Args:
-        batch: the samples of this rank's replica under the model's own layout.
-
-    Returns:
-        The steps' outcomes and metric sums over all of them.
-    """
-    results, parts = [], []
-    for _ in range(config.training.epochs):
-        for samples in mini_batches(batch, config):
-            result, sums = update_step(
-                trainable, batch, samples, config, loss, aggregation, reference
-            )
-            results.append(result)
-            parts.append(sums)
-    trainable.release_gradients()
-    return results, add_metrics(parts)
-
-
 def update_step(
     trainable: Trainable, batch: RolloutBatch, samples: list[int], config: Config, loss: Loss,
     aggregation: str, reference: ParallelModel | None = None,
+    embedding: SharedEmbedding | None = None,
 ) -> tuple[StepResult, dict[str, Tensor]]:  # fmt: skip
     """One optimizer step on the given samples.
 
     Args:
         reference: model whose hidden states the loss needs for the KL of whole distributions.
+        embedding: brings another model's gradient of this model's embedding table.
 
     Returns:
         The step's outcome and metric sums over all replicas (on every rank).
@@ -187,6 +166,8 @@ def update_step(
     if reference is not None and samples:
         attach_reference(micro, reference)
     trainable.zero_grad()
+    if embedding is not None:
+        embedding.hand_over()
     parts = forward_backward(model, micro, loss, _max_over(len(micro), groups))
     return trainable.step(), share_metrics(parts, groups)
 

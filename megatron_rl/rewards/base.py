@@ -116,6 +116,8 @@ def score(
     if function is None:
         batch.scores_B = model_scores_B
         return
+    if not len(batch):
+        return
     combines = learned is not None and _MODEL_SCORES in inspect.signature(function).parameters
     control = groups.control()
     source = dist.get_process_group_ranks(groups.model)[0]

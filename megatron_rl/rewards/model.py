@@ -89,6 +89,8 @@ def learned_scores(
     batch: RolloutBatch, model: ParallelModel, reader: SampleReader, config: Config
 ) -> Tensor:
     """The reward model's score of every sample, fp32 `[B]`, equal on all ranks of the replica."""
+    if not len(batch):
+        return torch.zeros(0)
     sequences, training = reader.sequences(batch), config.training
     parts = partition(
         [len(s) for s in sequences], micro_batch_size=training.micro_batch_size,

@@ -96,14 +96,14 @@ def _stack(values: list[Tensor], width: int) -> Tensor:
 def make_batch(
     prompts: list[Prompt], responses: list[Response], texts: list[str], index: list[int], n: int = 1
 ) -> RolloutBatch:
-    """Assembles a batch from generated responses (no scores yet), `n` for each prompt.
+    """Assembles a batch from generated responses (no scores yet; possibly none), `n` per prompt.
 
     Args:
         index: number of each sample in the step, prompt by prompt.
     """
     lengths = [len(r.token_ids) for r in responses]
-    width = max(lengths)
-    mask_BR = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    width, index_B = max(lengths, default=0), torch.tensor(index, dtype=torch.int64)
+    mask_BR = torch.arange(width)[None] < torch.tensor(lengths, dtype=torch.int64)[:, None]
     logprobs_BR = torch.zeros(len(responses), width)
     for row, response in enumerate(responses):
         logprobs_BR[row, : lengths[row]] = torch.tensor(response.logprobs)
@@ -111,8 +111,8 @@ def make_batch(
         prompts=prompts, texts=texts, response_lengths=lengths,
         sequences=[torch.tensor(r.prompt_ids + r.token_ids) for r in responses],
         prompt_lengths=[len(r.prompt_ids) for r in responses],
-        index_B=torch.tensor(index), group_B=torch.tensor(index) // n,
-        finished_B=torch.tensor([r.finish_reason == "stop" for r in responses]),
+        index_B=index_B, group_B=index_B // n,
+        finished_B=torch.tensor([r.finish_reason == "stop" for r in responses], dtype=torch.bool),
         mask_BR=mask_BR.float(), rollout_logprobs_BR=logprobs_BR,
         scores_B=torch.zeros(len(responses)),
     )  # fmt: skip

@@ -63,7 +63,7 @@ def replica_share(count: int, groups: ParallelGroups, block: int | None = None) 
 def collect(
     transition: Transition, tokenizer: Tokenizer, prompts: list[Prompt], *, n: int,
     sampling: SamplingParams, first_request: int, first_index: int = 0, block: int | None = None,
-) -> RolloutBatch | None:  # fmt: skip
+) -> RolloutBatch:  # fmt: skip
     """Generates `n` samples for each of this replica's prompts.
 
     Args:
@@ -74,16 +74,16 @@ def collect(
         block: prompts per mini-batch, see `replica_share`.
 
     Returns:
-        The replica's samples, or None where it has no prompt.
+        The replica's samples; none where it has no prompt.
     """
     share = replica_share(len(prompts), transition.groups, block)
     mine = [(i, s) for i in share for s in range(n)]
-    if not mine:
-        return None
-    responses = transition.generate(
-        [prompts[i].token_ids for i, _ in mine], sampling,
-        requests=[first_request + i * n + s for i, s in mine],
-    )  # fmt: skip
+    responses = []
+    if mine:
+        responses = transition.generate(
+            [prompts[i].token_ids for i, _ in mine], sampling,
+            requests=[first_request + i * n + s for i, s in mine],
+        )  # fmt: skip
     texts = [tokenizer.decode(r.token_ids) for r in responses]
     return make_batch(
         [prompts[i] for i, _ in mine], responses, texts,

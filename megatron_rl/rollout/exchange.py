@@ -142,6 +142,8 @@ def computed_under(
         for row, index in enumerate(indices.tolist())
     }
     places = [row_of[index] for index in batch.index_B.tolist()]
+    if not places:
+        return [result[:0] for result in results]
     width = batch.mask_BR.shape[1]
     return [
         torch.stack([_fit(parts[part][1][k][row], width) for part, row in places])

@@ -6,6 +6,7 @@ import pytest
 
 from tests.hybrid import transition_case as case
 from tests.hybrid.test_micro_dp import compare
+from tests.tiny_models import write_tiny_reward_model
 from tests.trainer import run_case
 
 CASES = {
@@ -37,6 +38,53 @@ def test_ppo_is_the_same_with_a_layout_for_each_model(ranks, tiny_model_dir, tmp
         assert got[rank]["sequences"] == want[rank]["sequences"]
         for step in range(2):
             compare(got[rank]["metrics"][step], want[rank]["metrics"][step])
+
+
+VOWELS = "tests.trainer.run_case:vowels"
+REWARD = {
+    "actor_tp2_reward_pp2": (2, dict(tp=2), dict(pp=2), None),
+    "actor_dp2_reward_tp2": (2, dict(), dict(tp=2), VOWELS),
+    "actor_tp2_dp2_reward_tp2_pp2": (4, dict(tp=2, sp=True), dict(tp=2, pp=2), None),
+    "actor_pp2_dp2_reward_dp4": (4, dict(pp=2), dict(tp=1), VOWELS),
+}  # fmt: skip
+
+
+def run_and_evaluate(rank, world, values):
+    """The reward model's layout, the metrics of one step, and the evaluation of one prompt."""
+    from megatron_rl import Config, Trainer
+
+    trainer = Trainer(Config.from_dict(values))
+    try:
+        layout = trainer.models.reward.groups.layout
+        return (layout.tp, layout.pp), trainer.step(), trainer.evaluate()
+    finally:
+        trainer.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if "dp" in n else []) for n in REWARD],
+)  # fmt: skip
+def test_a_reward_model_scores_the_same_under_its_own_layout(ranks, tiny_model, tmp_path, name):
+    """Also where a replica of either layout has no sample: one prompt is evaluated."""
+    world, parallel, own, function = REWARD[name]
+    folder = str(tiny_model("llama"))
+    reward = {"path": str(write_tiny_reward_model(tiny_model("mistral"), tmp_path / "reward"))}
+    common = dict(
+        parallel=parallel, reward={"function": function} if function else {},
+        evaluation={"prompts": 1},
+    )  # fmt: skip
+    plain = run_case.settings(folder, tmp_path / "a", model__reward=reward, **common)
+    other = run_case.settings(
+        folder, tmp_path / "b", model__reward=reward | {"parallel": own}, **common
+    )
+    want, got = (ranks(world, run_and_evaluate, values) for values in (plain, other))
+    for rank in range(world):
+        layout, metrics, evaluation = got[rank]
+        assert layout == (own.get("tp", 1), own.get("pp", 1)) != want[rank][0]
+        compare(metrics, want[rank][1])
+        assert evaluation == pytest.approx(want[rank][2], rel=1e-4, abs=1e-5)
+        assert evaluation["eval/prompts"] == 1 and abs(evaluation["eval/reward_mean"]) > 1e-3
 
 
 def run_from_foreign_keys(rank, world, values):
