@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.generation.sequence import Response, SamplingParams
+from megatron_rl.rollout.records import open_records
 from megatron_rl.runtime import Environment, quiet_expected_warnings, run_guarded
 
 
@@ -39,7 +40,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", action="append", help="text as it stands; may be repeated")
-    what.add_argument("--prompts", type=Path, metavar="F.jsonl", help="one object per line")
+    what.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL or Parquet, one per row")
     what.add_argument("--chat", action="store_true", help="a conversation, line by line")
     parser.add_argument("--prompt-key", default="prompt", help="key in --prompts (default prompt)")
     parser.add_argument("--n", type=int, default=1, help="responses per prompt (default 1)")
@@ -102,16 +103,15 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if options.prompts is None:
         return options.prompt or []
     prompts, key = [], options.prompt_key
-    for number, line in enumerate(options.prompts.read_text().splitlines(), start=1):
-        try:
-            prompts.append(json.loads(line)[key])
-        except (ValueError, KeyError, TypeError) as error:
+    for number, record in enumerate(open_records(options.prompts).scan(), start=1):
+        if not isinstance(record.get(key), str):
             raise ConfigError(
-                f"--prompts: line {number} of {options.prompts} is no JSON object with a text "
-                f"under {key!r} ({error!r}); name the key with --prompt-key"
-            ) from error
-    if not prompts or not all(isinstance(p, str) for p in prompts):
-        raise ConfigError(f"--prompts: {options.prompts} needs one text under {key!r} per line")
+                f"--prompts: {options.prompts}, row {number} has no text under {key!r}; name the "
+                "key with --prompt-key"
+            )
+        prompts.append(record[key])
+    if not prompts:
+        raise ConfigError(f"--prompts: {options.prompts} has no rows; write one prompt per row")
     return prompts
 
 

@@ -18,12 +18,12 @@ B texts of a batch, L longest text of it.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from megatron_rl.config import ConfigError
 from megatron_rl.models.families import read_architecture
+from megatron_rl.rollout.records import open_records
 from megatron_rl.text import TextTokenizer
 
 PENALTIES = (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
@@ -51,33 +52,27 @@ class Rated:
 def read_rated(
     path: Path, tokenizer: TextTokenizer, *, text_key: str, rating_key: str, limit: int | None
 ) -> Rated:
-    """The first `limit` lines of a JSONL file of rated texts.
+    """The first `limit` rows of a JSONL or Parquet file of rated texts.
 
     Raises:
-        ConfigError: for a missing or empty file, or naming the first line that has no text or no
+        ValueError: for a missing or empty file, or naming the first row that has no text or no
             number.
     """
-    if not path.is_file():
-        raise ConfigError(f"there is no file {str(path)!r}; give a JSONL file of rated texts")
     ids, ratings = [], []
-    with path.open() as file:
-        for number, line in enumerate(file, 1):
-            if len(ids) == limit:
-                break
-            try:
-                row = json.loads(line)
-                text, rating = row[text_key], float(row[rating_key])
-                ids.append(tokenizer.encode(text))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(
-                    f"{path}, line {number}: expected an object with a text {text_key!r} and a "
-                    f"number {rating_key!r} ({type(error).__name__}: {error}); fix that line"
-                ) from error
-            if not ids[-1]:
-                raise ConfigError(f"{path}, line {number}: the text is empty; remove the line")
-            ratings.append(rating)
+    for number, row in enumerate(islice(open_records(path).scan(), limit), 1):
+        try:
+            text, rating = row[text_key], float(row[rating_key])
+            ids.append(tokenizer.encode(text))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path}, row {number}: expected a text {text_key!r} and a number {rating_key!r} "
+                f"({type(error).__name__}: {error}); fix that row"
+            ) from error
+        if not ids[-1]:
+            raise ConfigError(f"{path}, row {number}: the text is empty; remove the row")
+        ratings.append(rating)
     if not ids:
-        raise ConfigError(f"{path} is empty; give one rated text per line")
+        raise ConfigError(f"{path} is empty; give one rated text per row")
     return Rated(ids=ids, rating_N=torch.tensor(ratings, dtype=torch.float64))
 
 
@@ -239,8 +234,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", required=True, help="Hugging Face folder of the language model")
-    add("--train", required=True, help="JSONL file of rated texts")
-    add("--heldout", required=True, help="JSONL file of rated texts that the fit never sees")
+    add("--train", required=True, help="JSONL or Parquet file of rated texts")
+    add("--heldout", required=True, help="the same, of texts that the fit never sees")
     add("--to", required=True, help="folder of the reward model; an older one there is replaced")
     add("--layers", type=int, help="first layers of the trunk to keep (default: all)")
     add("--examples", type=int, help="texts of --train to use (default: all)")

@@ -90,12 +90,12 @@ class JsonLines:
             record = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{self.path}, prompt {number} is not JSON ({error}); fix that line"
+                f"{self.path}, row {number} is not JSON ({error}); fix that line"
             ) from error
         if not isinstance(record, dict):
             raise ValueError(
-                f"{self.path}, prompt {number} is a {type(record).__name__}; each line must be a "
-                "JSON object"
+                f"{self.path}, row {number} is of type {type(record).__name__}; each line must be "
+                "a JSON object"
             )
         return record
 
@@ -138,7 +138,7 @@ class ParquetRows:
         except self._faults as error:
             last = min(done + _SCAN_ROWS, len(self))
             raise ValueError(
-                f"{self.path}, prompts {done + 1} to {last} can't be read "
+                f"{self.path}, rows {done + 1} to {last} can't be read "
                 f"({_in_one_line(error)}); write the file again, or leave them out"
             ) from error
         with self.path.open("rb") as file:

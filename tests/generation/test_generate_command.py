@@ -57,7 +57,8 @@ BAD = {
     "--n is 0": ["--model", "MODEL", "--prompt", "x", "--n", "0"],
     "temperature is -1.0": ["--model", "MODEL", "--prompt", "x", "--temperature", "-1"],
     "--tp 2 × --pp 1 is 2, but": ["--model", "MODEL", "--prompt", "x", "--tp", "2"],
-    "No such file": ["--model", "MODEL", "--prompts", "nowhere.jsonl"],
+    "there is no file 'nowhere.jsonl'": ["--model", "MODEL", "--prompts", "nowhere.jsonl"],
+    "row 1 is not JSON": ["--model", "MODEL", "--prompts", __file__],
 }  # fmt: skip
 
 

@@ -6,6 +6,8 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import transformers
@@ -83,7 +85,8 @@ def test_the_result_is_a_reward_model_of_a_run(fitted, tiny_model, tmp_path):
 
 def test_command_prints_the_held_out_accuracy(tiny_model, tmp_path, capsys):
     rows = [{"text": t, "rating": float(len(t) - 16)} for t in random_texts(60, seed=4)]
-    file = write_rows(tmp_path / "rows.jsonl", rows)
+    file = str(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     (tmp_path / "reward").mkdir()
     (tmp_path / "reward" / "old").write_text("")
     arguments = ["--model", str(tiny_model("qwen2")), "--train", file, "--heldout", file,
@@ -98,9 +101,9 @@ def test_command_prints_the_held_out_accuracy(tiny_model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "changes", "parts"),
     [
-        ('{"text": "a", "rating": 1}\n{"text": "b"}\n', [], ["line 2", "'rating'"]),
-        ('{"text": "a", "rating": "x"}\n', [], ["line 1", "number"]),
-        ('{"text": "", "rating": 1}\n', [], ["line 1", "empty"]),
+        ('{"text": "a", "rating": 1}\n{"text": "b"}\n', [], ["row 2", "'rating'"]),
+        ('{"text": "a", "rating": "x"}\n', [], ["row 1", "number"]),
+        ('{"text": "", "rating": 1}\n', [], ["row 1", "empty"]),
         ("", [], ["is empty"]),
         ('{"text": "a", "rating": 1}\n', ["--layers", "9"], ["--layers is 9", "1 … 4"]),
         ('{"text": "a", "rating": 1}\n', ["--heldout", "/nowhere"], ["/nowhere"]),

@@ -145,7 +145,7 @@ def of_columns(**columns):
 BAD = {
     "no_file": (lambda f: f / "none.parquet", ["there is no file", "check the path"]),
     "cut_short": (cut_short, ["can't be read as Parquet", "JSONL"]),
-    "damaged": (damaged, ["prompts 1 to 40 can't be read", "write the file again"]),
+    "damaged": (damaged, ["rows 1 to 40 can't be read", "write the file again"]),
     "another_kind": (
         lambda f: (f / "x.parquet").write_text('{"prompt": "a"}\n') and f / "x.parquet",
         ["can't be read as Parquet"],

@@ -143,7 +143,7 @@ CASES = {
     "empty_prompt_file": (
         lambda m, f: {"data__train": text(f, "\n\n")}, ["data.train", "no prompts"],
     ),
-    "malformed_line": (lambda m, f: {"data__train": bad_line(f)}, ["prompt 3", "not JSON"]),
+    "malformed_line": (lambda m, f: {"data__train": bad_line(f)}, ["row 3", "not JSON"]),
     "missing_key": (
         lambda m, f: {"data__train": text(f, '{"question": "a"}\n')}, ["prompt 1", "'prompt'"],
     ),
