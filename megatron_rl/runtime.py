@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_rl import cuda_on_cpu, exit_codes
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.rank_log import RankLog
 from megatron_rl.rendezvous import adopt_slurm_variables
 from megatron_rl.stopping import StoppedBySignal, StopSignals
 from megatron_rl.versions import UnsupportedVersionError
@@ -84,8 +85,7 @@ class Runtime:
         self._owns_group = False
         self.stop = StopSignals(config.runtime.grace_time)
         self.watchdog: Watchdog | None = None
-        self._rank_log: logging.Handler | None = None
-        self._written: BaseException | None = None
+        self.rank_log = RankLog(env.rank)
 
     def start(self, *, inputs_may_be_late: bool = False) -> None:
         """Joins the process group, seeds everything, opens this rank's log, minds the signals.
@@ -100,7 +100,7 @@ class Runtime:
             choose_deterministic_kernels()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._open_log()
+        self.rank_log.open(Path(self.config.run_dir) / "logs")
         with self.failures_told():
             self._meet_the_others(inputs_may_be_late)
         random.seed(self.config.seed)
@@ -135,21 +135,6 @@ class Runtime:
             world_size=env.world_size, store=dist.PrefixStore("run", store),
         )  # fmt: skip
 
-    def _open_log(self) -> None:
-        folder = Path(self.config.run_dir) / "logs"
-        folder.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(folder / f"rank_{self.env.rank:05d}.log")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.setLevel(logging.INFO)
-        log.propagate = False
-        log.addHandler(handler)
-        self._rank_log = handler
-        if self.env.rank == 0:
-            console = logging.StreamHandler(sys.stderr)
-            console.setLevel(logging.WARNING)
-            console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-            log.addHandler(console)
-
     def _start_watchdog(self) -> None:
         """In a process group that somebody else made, only the grace time is minded."""
         settings = self.config.runtime
@@ -170,27 +155,11 @@ class Runtime:
         except StoppedBySignal:
             raise
         except BaseException as error:
-            self.write_failure(error)
+            self.rank_log.write_failure(error)
             bad_input = isinstance(error, (ConfigError, UnsupportedVersionError))
             if self.watchdog is not None:
                 self.watchdog.fail(error, exit_codes.BAD_INPUT if bad_input else exit_codes.CRASH)
             raise
-
-    def write_failure(self, error: BaseException | None) -> None:
-        """An error that ends the run, with its traceback, into this rank's log, once.
-
-        The terminal gets it from whoever catches it.
-        """
-        if error is None or error is self._written or isinstance(error, StoppedBySignal):
-            return
-        self._written = error
-        if self._rank_log is not None:
-            self._rank_log.handle(
-                log.makeRecord(
-                    log.name, logging.ERROR, __file__, 0, "rank %d failed", (self.env.rank,),
-                    (type(error), error, error.__traceback__),
-                )
-            )  # fmt: skip
 
     def close(self) -> None:
         """Leaves the process group; safe to call twice."""
@@ -206,10 +175,7 @@ class Runtime:
             self._owns_group = False
         if self.config.training.deterministic:
             torch.use_deterministic_algorithms(False)
-        for handler in list(log.handlers):
-            handler.close()
-            log.removeHandler(handler)
-        self._rank_log = None
+        self.rank_log.close()
 
 
 def choose_deterministic_kernels() -> None:

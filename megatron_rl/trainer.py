@@ -190,7 +190,7 @@ class Trainer:
         In the handling of an error, that error is the last thing in this rank's log.
         """
         error = sys.exc_info()[1]
-        self.runtime.write_failure(error)
+        self.runtime.rank_log.write_failure(error)
         self.monitor.close()
         if not self.closed:
             self.closed = True

@@ -17,8 +17,8 @@ LEVELS = {
     "residency": 1, "rollout_phase": 1, "learners": 1,
     "generation": 4, "resharding": 4, "comm": 4, "preflight": 4, "models": 5, "algorithms": 6,
     "text": 6, "sentencepiece_text": 6, "hub": 6, "once_per_node": 6, "runtime": 6, "parallel": 6,
-    "watchdog": 7, "stopping": 7, "rendezvous": 7, "kernels": 7, "cuda_on_cpu": 7, "config": 7,
-    "versions": 8, "exit_codes": 8, "processes": 8,
+    "watchdog": 7, "stopping": 7, "rank_log": 7, "rendezvous": 7, "kernels": 7, "cuda_on_cpu": 7,
+    "config": 7, "versions": 8, "exit_codes": 8, "processes": 8,
 }  # fmt: skip
 # The batch of a rollout is plain data, which the passes of the engine are about.
 ALLOWED = {("engine", "rollout"), ("kernels", "kernels")}
