@@ -7,9 +7,8 @@
 
 Every response has exactly `--new` tokens, sampled at temperature 1; a warm-up run of the same size
 comes first, so that compilation is not in the figures (graphs are captured again in each run; their
-seconds are printed and taken off). `decode_tokens_per_s` leaves the prompts' pass out as well,
-which a run for the first tokens alone measures; the share is its share of the floor of a decode
-step,
+seconds are printed and taken off). `steady_tokens_per_s` is that of the median step, all sequences
+decoding: without the prompts' pass; the share is its share of the floor of a decode step,
 
     max(weight bytes / bandwidth, 2 · weights · B / rate) + B · KV bytes(mean context) / bandwidth
 
@@ -116,24 +115,22 @@ def ours(model: ParallelModel, options: argparse.Namespace, lengths: list[int]) 
     draw = random.Random(0)
     prompts = [[draw.randrange(5, 1000) for _ in range(options.prompt)] for _ in lengths]
     sampling = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths]
-    first = SamplingParams(max_new_tokens=1, ignore_eos=True)
-
-    def seconds(params: SamplingParams | list[SamplingParams]) -> float:
+    rates, steady, marks = [], [], []
+    engine.after_step = lambda: marks.append(time.perf_counter())
+    for _ in range(options.repeats + 1):
         synchronize()
+        marks.clear()
         begin = time.perf_counter()
-        engine.generate(prompts, params)
+        engine.generate(prompts, sampling)
         synchronize()
-        return time.perf_counter() - begin - engine.counts.capture_seconds
-
-    whole = [seconds(sampling) for _ in range(options.repeats + 1)][1:]
-    counts = engine.counts
-    prefill = statistics.median([seconds(first) for _ in range(options.repeats + 1)][1:])
-    rates = [sum(lengths) / s for s in whole]
+        seconds = time.perf_counter() - begin - engine.counts.capture_seconds
+        rates.append(sum(lengths) / seconds)
+        gaps = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+        steady.append(engine.burst * len(lengths) / statistics.median(gaps))
     return {
-        "tokens_per_s": statistics.median(rates), "spread": [min(rates), max(rates)],
-        "prefill_s": prefill,
-        "decode_tokens_per_s": (sum(lengths) - len(lengths)) / (statistics.median(whole) - prefill),
-        "capture_s": counts.capture_seconds, "steps": counts.steps,
+        "tokens_per_s": statistics.median(rates[1:]), "spread": [min(rates[1:]), max(rates[1:])],
+        "steady_tokens_per_s": statistics.median(steady[1:]),
+        "capture_s": engine.counts.capture_seconds, "steps": engine.counts.steps,
     }  # fmt: skip
 
 
@@ -229,7 +226,7 @@ def main() -> None:
         row = {"batch": batch, **ours(model, options, [options.new] * batch)}
         context = options.prompt + options.new / 2
         floor = batch / floor_seconds(model, batch, context, bandwidth, rate)
-        row |= {"floor": floor, "share": row["decode_tokens_per_s"] / floor}
+        row |= {"floor": floor, "share": row["steady_tokens_per_s"] / floor}
         if options.peer:
             row["transformers"] = peer(options, batch, model)["tokens_per_s"]
             row["ratio"] = row["tokens_per_s"] / row["transformers"]

@@ -29,7 +29,7 @@ LOG2_E = 1.4426950408889634
 MERGE_TILE = tl.constexpr(16)
 
 
-# Bytes of keys one step of the walk loads: with three stages in flight, 96 KiB of shared memory.
+# Bytes of keys one step of the walk loads: with two stages in flight, 64 KiB of shared memory.
 STEP_BYTES = 16384
 DEFAULT_SPLIT = 512
 
@@ -47,7 +47,7 @@ class Schedule:
     split: int
     tile: int
     warps: int = 4
-    stages: int = 3
+    stages: int = 2
 
 
 def default_schedule(head_dim: int, itemsize: int, split_size: int | None) -> Schedule:

@@ -27,7 +27,10 @@ from megatron_rl.models.gpt import ParallelModel
 from megatron_rl.models.inference_forward import stage_forward
 
 log = logging.getLogger("megatron_rl")
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+# Captured numbers of sequences, and of blocks: what attention walks without a merge (512 tokens of
+# 16-token blocks), then in wide steps. A table wider than needed costs launches that end at once.
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+GRAPH_WIDTHS = tuple(32 * 4**k for k in range(8))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -167,7 +170,7 @@ class DecodeLoop:
         size = next((s for s in GRAPH_SIZES if s >= count), None)
         if size is None:
             return None
-        key = (size, 1 << (width - 1).bit_length())
+        key = (size, next(w for w in GRAPH_WIDTHS if w >= width))
         if key not in self.graphs:
             self.graphs[key] = self._capture(*key)
         return self.graphs[key]

@@ -173,7 +173,7 @@ class Engine:
         settings = self.settings
         limits = SessionLimits(
             max_batch_tokens=settings.max_batch_tokens, max_running=settings.max_running,
-            share_prefixes=settings.share_prefixes, burst=self._on_device(settings.burst, 8, 1),
+            share_prefixes=settings.share_prefixes, burst=self.burst,
             steps_ahead=self._on_device(settings.steps_ahead, 1, 0),
             cuda_graphs=settings.cuda_graphs,
         )  # fmt: skip
@@ -190,6 +190,11 @@ class Engine:
             counts.occupancy, counts.capture_seconds,
         )  # fmt: skip
 
+    @property
+    def burst(self) -> int:
+        """Most decode passes of a step."""
+        return self._on_device(self.settings.burst, 8, 1)
+
     def _on_device(self, setting: int | None, cuda: int, cpu: int) -> int:
         default = cuda if self.model.device.type == "cuda" else cpu
         return default if setting is None else setting
@@ -201,8 +206,7 @@ class Engine:
         if window is not None:
             chunk = min(self.settings.max_batch_tokens, sequence.limit)
             ahead = 1 + self._on_device(self.settings.steps_ahead, 1, 0)
-            burst = ahead * self._on_device(self.settings.burst, 8, 1)
-            tokens = min(tokens, window + chunk + burst + size)
+            tokens = min(tokens, window + chunk + ahead * self.burst + size)
         return -(-tokens // size)
 
     def _check_fits(self, sequence: Sequence, blocks: int) -> None:

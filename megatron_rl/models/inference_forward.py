@@ -1,8 +1,9 @@
 """One pipeline stage without gradients: the trained layers' own weights, less work between them.
 
-Same arithmetic as Megatron's layers: the residual addition and the norm that follows it are one
+Same arithmetic as Megatron's layers, without the calls of its modules: they cost the host more time
+than a short step costs the device. The residual addition and the norm that follows it are one
 kernel, so is the gated activation, and a few rows go through kernels that do all of this while the
-weights arrive. There is nothing that only training needs.
+weights arrive.
 
 Shapes: T tokens, E hidden size, V vocabulary rows on this TP rank, N rows, G KV heads of this rank,
 R query heads per KV head, D head dimension.
@@ -11,7 +12,8 @@ R query heads per KV head, D head dimension.
 from __future__ import annotations
 
 import torch
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.kernels.backend import use_triton
@@ -42,13 +44,14 @@ def stage_forward(
     x, residual = hidden_TE, None
     for layer in chunk.decoder.layers:
         attention, mlp = layer.self_attention, layer.mlp
+        tp = attention.pg_collection.tp
         q, k, v, residual = _query_key_value(attention, layer.input_layernorm, x, residual, batch)
         x = attention.core_attention(q, k, v, packed_seq_params=batch)
-        x = _reducing_linear(attention.linear_proj, x)
+        x = _reducing_linear(attention.linear_proj, x, tp)
         x, residual = _normed_linear(
             layer.pre_mlp_layernorm, mlp.linear_fc1, x, residual, gated=True
         )
-        x = _reducing_linear(mlp.linear_fc2, x)
+        x = _reducing_linear(mlp.linear_fc2, x, tp)
     if not chunk.post_process:
         return x if residual is None else x + residual
     if batch.rows_N is not None:
@@ -67,22 +70,22 @@ def _normed_linear(
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A column-parallel layer after `norm(x + residual)`; with the new residual stream."""
+    # Transformer Engine's layers without a bias have an empty one.
+    bias = linear.bias if linear.bias is not None and linear.bias.numel() else None
     if _thin(x_TE):
         before = Norm(weight_K=norm.weight, eps=norm.eps, residual_BK=residual_TE)
-        # Transformer Engine's layers without a bias have an empty one.
-        bias = linear.bias if linear.bias is not None and linear.bias.numel() else None
         return thin_linear(x_TE, linear.weight, bias, norm=before, gated=gated)
     x_TE, residual_TE = rms_norm(x_TE, norm.weight, norm.eps, residual_TE)
-    y = linear(x_TE[:, None])[0][:, 0]
+    y = F.linear(x_TE, linear.weight, bias)
     return swiglu(y) if gated else y, residual_TE
 
 
-def _reducing_linear(linear: torch.nn.Module, x: Tensor) -> Tensor:
+def _reducing_linear(linear: torch.nn.Module, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
     """A row-parallel layer."""
-    if _thin(x):
-        y_TE, _ = thin_linear(x, linear.weight)
-        return reduce_from_tensor_model_parallel_region(y_TE, group=linear.tp_group)
-    return linear(x[:, None])[0][:, 0]
+    y_TE = thin_linear(x, linear.weight)[0] if _thin(x) else F.linear(x, linear.weight)
+    if tp.size() > 1:
+        dist.all_reduce(y_TE, group=tp)
+    return y_TE
 
 
 def _query_key_value(
