@@ -35,6 +35,7 @@ def test_smollm2_answers(ranks, smollm2_path, world):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_smollm2_greedy_equals_transformers(ranks, smollm2_path):
     """64 tokens, no exception for ties."""
     import transformers

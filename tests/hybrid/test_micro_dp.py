@@ -12,7 +12,7 @@ FAST, SLOW = [], [pytest.mark.slow]
 CASES = {
     "tp2_to_1": (2, "llama", dict(tp=2), (1, 1), FAST),
     "pp2_to_1_tied": (2, "llama_tied", dict(pp=2), (1, 1), SLOW),
-    "padded_heads_and_vocabulary": (2, "llama_padded_heads", dict(tp=2, sp=True), (1, 1), FAST),
+    "padded_heads_and_vocabulary": (2, "llama_padded_heads", dict(tp=2, sp=True), (1, 1), SLOW),
     "tp2_pp2_to_1_qkv_bias_tied": (4, "qwen2", dict(tp=2, pp=2), (1, 1), SLOW),
     "tp2_pp2_to_tp2_qk_norm": (4, "qwen3", dict(tp=2, pp=2), (2, 1), SLOW),
     "tp2_pp2_to_pp2_tied": (4, "llama_tied", dict(tp=2, pp=2), (1, 2), SLOW),

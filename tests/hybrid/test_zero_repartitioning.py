@@ -76,7 +76,7 @@ def run_transition(rank, world, values):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(n, marks=[] if n in ("tp2_sp", "dp2") else pytest.mark.slow) for n in LAYOUTS],
+    [pytest.param(n, marks=[] if n == "tp2_sp" else pytest.mark.slow) for n in LAYOUTS],
 )
 def test_nothing_moves(ranks, tiny_model_dir, tmp_path, layout):
     """No collective, the same addresses, not one byte more, at every layout."""

@@ -18,21 +18,11 @@ pytestmark = pytest.mark.ranks
 STEPS, BATCH, N, EPOCHS = 3, 8, 2, 2
 
 
-def run_all(rank, world, values):
-    from megatron_rl import Config, Trainer
-
-    trainer = Trainer(Config.from_dict(values))
-    try:
-        return trainer.train()
-    finally:
-        trainer.close()
-
-
 def run_without_plotly(rank, world, values):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("plotly", "plotly.offline"):
             patch.setitem(sys.modules, name, None)
-        return run_all(rank, world, values)
+        return run_case.train(rank, world, values)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +37,7 @@ def run(ranks, tiny_model_dir, tmp_path_factory) -> tuple[Path, list[dict[str, f
         str(tiny_model_dir), folder, training__steps=STEPS, training__epochs=EPOCHS,
         rollout={"batch_size": BATCH, "n": N, "max_new_tokens": 6}, monitor=monitor,
     )  # fmt: skip
-    return folder / "run", ranks(2, run_all, values)
+    return folder / "run", ranks(2, run_case.train, values)
 
 
 def test_metrics_are_the_same_on_all_ranks_and_one_writes(run):

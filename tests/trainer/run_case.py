@@ -64,6 +64,17 @@ def run(rank, world, values, steps):
         trainer.close()
 
 
+def train(rank, world, values):
+    """A whole run with its evaluations and checkpoints; returns what `Trainer.train` does."""
+    from megatron_rl import Config, Trainer
+
+    trainer = Trainer(Config.from_dict(values))
+    try:
+        return trainer.train()
+    finally:
+        trainer.close()
+
+
 def only_the_best(scores_B, rewards_BR, values_BR, mask_BR, group_B):
     """The advantage estimator of docs/algorithms.md."""
     import torch

@@ -51,26 +51,32 @@ def wait_for_rows(folder: Path, process: subprocess.Popen, count: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tiny_model_dir, tmp_path_factory) -> list[dict]:
+    """What the run logs when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ranks(2, run_case.train, short(tiny_model_dir, folder, parallel__tp=2))
+    return rows(folder)
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("point, in_background", [("before_fsync", False), ("after_shard", True)])
-def test_sigterm_during_a_save(tiny_model_dir, tmp_path, monkeypatch, point, in_background):
+def test_sigterm_during_a_save(
+    ranks, tiny_model_dir, tmp_path, monkeypatch, undisturbed, point, in_background
+):
     """One rank gets SIGTERM while the first checkpoint is written: nothing of it is lost."""
     changes = dict(parallel__tp=2, checkpoint__async_save=in_background)
-    whole = short(tiny_model_dir, tmp_path / "whole", **changes)
-    assert finish(tmp_path / "whole", whole, 2)[0] == 0
-    values = short(tiny_model_dir, tmp_path / "stopped", **changes)
+    values = short(tiny_model_dir, tmp_path, **changes)
     monkeypatch.setenv(faults.VARIABLE, f"{point}:1@1:SIGTERM")
-    code, error = finish(tmp_path / "stopped", values, 2)
+    code, error = finish(tmp_path, values, 2)
     assert code != 0, error
-    checkpoints = tmp_path / "stopped" / "run" / "checkpoints"
+    checkpoints = tmp_path / "run" / "checkpoints"
     newest = int((checkpoints / "latest").read_text().removeprefix("step_"))
     assert newest in (2, 3) and (checkpoints / f"step_{newest:08d}" / "manifest.json").is_file()
     assert not list(checkpoints.glob(".step_*"))
-    monkeypatch.delenv(faults.VARIABLE)
-    code, error = finish(tmp_path / "stopped", values, 2)
-    assert code == 0, error
-    assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
+    ranks(2, run_case.train, values)
+    assert rows(tmp_path) == undisturbed
 
 
 @pytest.mark.ranks
@@ -92,7 +98,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tiny_model_dir, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_keeps_the_earlier_checkpoint(
-    tiny_model_dir, tmp_path, small_disk
+    ranks, tiny_model_dir, tmp_path, small_disk
 ):
     """It fills up while the run is going: at the start there was room."""
     ballast = small_disk / "ballast"
@@ -106,8 +112,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_earlier_checkpoint(
         reward={"function": reward_file(tmp_path, "pass")},
     )  # fmt: skip
     values["training"]["steps"] = 2
-    code, error = finish(tmp_path, values, 1)
-    assert code == 0, error
+    ranks(1, run_case.train, values)
     values["training"]["steps"] = 4
     reward_file(tmp_path, fill)
     code, error = finish(tmp_path, values, 1)
@@ -116,8 +121,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_earlier_checkpoint(
     assert names == ["latest", "step_00000002"]
     ballast.unlink()
     reward_file(tmp_path, "pass")
-    code, error = finish(tmp_path, values, 1)
-    assert code == 0, error
+    ranks(1, run_case.train, values)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 

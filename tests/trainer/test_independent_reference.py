@@ -86,7 +86,7 @@ def ordered(results, step: int) -> list[dict]:
     "world, layout",
     [
         (1, {}),
-        (4, dict(parallel__tp=2, parallel__sp=True)),
+        pytest.param(4, dict(parallel__tp=2, parallel__sp=True), marks=pytest.mark.slow),
         pytest.param(8, dict(parallel__tp=2, parallel__pp=2), marks=pytest.mark.slow),
     ],
 )

@@ -18,6 +18,7 @@ LAYOUTS = {
              training__max_tokens_per_micro_batch=80),
     ),
 }  # fmt: skip
+SLOW = ("pp2_vpp2", "tp2_dp2")
 NOT_COMPARED = (
     "perf/", "throughput/", "spread/", "memory/", "mfu/", "hardware/", "value/skipped", "drift/",
 )  # fmt: skip
@@ -30,7 +31,9 @@ def one_rank(ranks, tiny_model_dir, tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LAYOUTS]
+)
 def test_ppo_is_the_same_on_every_layout(ranks, tiny_model_dir, tmp_path, one_rank, layout):
     world, changes = LAYOUTS[layout]
     values = run_case.settings(str(tiny_model_dir), tmp_path, **changes)

@@ -20,17 +20,6 @@ ONLY_ON_A_GPU = (
 )
 
 
-def run_all(rank, world, values):
-    """A whole run with evaluation and checkpoints."""
-    from megatron_rl import Config, Trainer
-
-    trainer = Trainer(Config.from_dict(values))
-    try:
-        return trainer.train()
-    finally:
-        trainer.close()
-
-
 def tensorboard_events(folder: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -48,7 +37,7 @@ def test_documented_tags_are_the_logged_tags(ranks, tiny_model_dir, tmp_path, la
         monitor={"console": False, "preflight": "off", "peak_tflops": 0.1},
         algorithm__kl={"placement": "loss", "estimator": "k2", "coef": 0.1}, **layout,
     )  # fmt: skip
-    ranks(2, run_all, values)
+    ranks(2, run_case.train, values)
     run = tmp_path / "run"
     documented = set(re.findall(r"`([a-z]+/[a-z0-9_]+)`", DOCS.read_text()))
     events = tensorboard_events(run / "tensorboard")

@@ -27,7 +27,6 @@ LAYOUTS = {
     ),
     "dp2_bf16": (2, dict(training__dtype="bf16")),
 }  # fmt: skip
-FAST = "tp2"
 
 
 def assert_bitwise(got: Any, want: Any, place: str) -> None:
@@ -46,9 +45,8 @@ def assert_bitwise(got: Any, want: Any, place: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=[] if n == FAST else pytest.mark.slow) for n in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_six_steps_equal_three_kill_and_three(ranks, tiny_model_dir, tmp_path, layout):
     world, changes = LAYOUTS[layout]
     model = str(tiny_model_dir)
