@@ -13,6 +13,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,9 +41,9 @@ class DecodeState:
     Attributes:
         token_B: int64, the pending token.
         position_B: int64, its position.
-        table_BN: int32 block table.
-        end_B: int64, tokens that the sequence's blocks hold; a sequence past them goes on to the
-            end of the burst, writes nothing and is looked at by nobody. 0: no sequence.
+        places_BM: int32: the block table, and in the last column the tokens that its blocks hold.
+            A sequence past them goes on to the end of the burst, writes nothing and is looked at
+            by nobody. 0: a row without a sequence.
         sampling: what the draws need.
         out_3KB: fp64 results of the passes.
         pass_1: int64, number of the next pass.
@@ -50,25 +51,31 @@ class DecodeState:
 
     token_B: Tensor
     position_B: Tensor
-    table_BN: Tensor
-    end_B: Tensor
+    places_BM: Tensor
     sampling: SamplingBatch
     out_3KB: Tensor
     pass_1: Tensor
 
     def copy_from(self, other: DecodeState) -> None:
-        """Takes over a state with at most as many sequences and blocks."""
-        count, width = other.table_BN.shape
-        self.table_BN.fill_(DROPPED)
-        self.table_BN[:count, :width] = other.table_BN
-        self.token_B[:count] = other.token_B
-        self.position_B.zero_()
-        self.position_B[:count] = other.position_B
-        self.end_B.zero_()
-        self.end_B[:count] = other.end_B
-        self.sampling.temperature_B[:count] = other.sampling.temperature_B
-        self.sampling.stream_B[:count] = other.sampling.stream_B
-        self.pass_1.zero_()
+        """Takes over a state of the same size."""
+        self.token_B.copy_(other.token_B)
+        self.position_B.copy_(other.position_B)
+        self.places_BM.copy_(other.places_BM)
+        self.sampling.temperature_B.copy_(other.sampling.temperature_B)
+        self.sampling.stream_B.copy_(other.sampling.stream_B)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Captured:
+    """A decode pass of fixed size as a CUDA graph over its own state."""
+
+    graph: torch.cuda.CUDAGraph
+    state: DecodeState
+    rows: int
+    width: int
+
+    def fits(self, count: int, width: int) -> bool:
+        return count <= self.rows and width <= self.width
 
 
 class DecodeLoop:
@@ -85,48 +92,68 @@ class DecodeLoop:
     ) -> None:  # fmt: skip
         self.model, self.cache, self.device = model, cache, model.device
         self.burst = burst
-        self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, DecodeState]] = {}
+        self.graphs: dict[tuple[int, int], Captured] = {}
         self._pool = None  # one for all graphs: nothing inside outlives a replay
+        self._left: tuple[Captured, list[Sequence], list[int]] | None = None
         self.use_graphs = cuda_graphs and self.device.type == "cuda"
         self.capture_seconds = 0.0
         self.rope_PR = rope_PR
 
     def run(self, step: Step) -> Tensor:
         """`step.decodes` passes; returns the results [3, K, B] (see Launched.packed_3KB)."""
-        state = self._state(step)
-        longest = max(s.length for s in step.sequences)
-        graph = self._graph(state) if self._graphable(state) else None
-        if graph is None:
-            for index in range(step.decodes):
+        sequences, passes = step.sequences, step.decodes
+        size = self.cache.shape.block_size
+        # The last token of a response needs no place.
+        ends = [min(s.length + passes - 1, s.limit) for s in sequences]
+        width = -(-max(ends) // size)
+        captured = self._captured(sequences, width)
+        if captured is None:
+            state = self._state(sequences, passes, len(sequences), width)
+            longest = max(s.length for s in sequences)
+            for index in range(passes):
                 self._body(state, longest + index)
             return state.out_3KB
-        captured, static = graph
-        static.copy_from(state)
-        for _ in range(step.decodes):
-            captured.replay()
-        return static.out_3KB[:, : step.decodes, : len(step.sequences)].clone()
+        if self._left == (captured, sequences, [s.length for s in sequences]):
+            # Everything but the new blocks is where the last burst has left it.
+            places = self._places(sequences, captured.rows, captured.width)
+            captured.state.places_BM.copy_(to_device(places, self.device), non_blocking=True)
+        else:
+            captured.state.copy_from(
+                self._state(sequences, passes, captured.rows, captured.width)
+            )
+        captured.state.pass_1.zero_()
+        for _ in range(passes):
+            captured.graph.replay()
+        self._left = captured, sequences, [s.length + passes for s in sequences]
+        return captured.state.out_3KB[:, :passes, : len(sequences)].clone()
 
-    def _state(self, step: Step) -> DecodeState:
-        size, sequences = self.cache.shape.block_size, step.sequences
-        ends = [min(s.length + step.decodes - 1, s.limit) for s in sequences]
-        width = max(-(-end // size) for end in ends)
-        rows = [s.table.blocks[:width] for s in sequences]
-        limit = self.model.arch.max_positions
-        table = [row + [DROPPED] * (width - len(row)) for row in rows]
-        kwargs = dict(device=self.device)
+    def _places(self, sequences: list[Sequence], rows: int, width: int) -> np.ndarray:
+        places_BM = np.full((rows, width + 1), DROPPED, dtype=np.int32)
+        places_BM[:, -1] = 0
+        size, limit = self.cache.shape.block_size, self.model.arch.max_positions
+        for row, sequence in enumerate(sequences):
+            blocks = sequence.table.blocks[:width]
+            places_BM[row, : len(blocks)] = blocks
+            places_BM[row, -1] = min(len(blocks) * size, limit)
+        return places_BM
+
+    def _state(
+        self, sequences: list[Sequence], passes: int, rows: int, width: int
+    ) -> DecodeState:
+        """The sequences as the host knows them, in a state of so many rows and blocks."""
+        padding, kwargs = rows - len(sequences), dict(device=self.device)
+        positions = [s.length - 1 for s in sequences] + [0] * padding
         return DecodeState(
-            token_B=self._tokens(sequences),
-            position_B=to_device([s.length - 1 for s in sequences], self.device),
-            table_BN=to_device(table, self.device, torch.int32),
-            end_B=to_device([min(len(row) * size, limit) for row in rows], self.device),
-            sampling=SamplingBatch.of(sequences, self.model),
-            out_3KB=torch.empty((3, step.decodes, len(sequences)), dtype=torch.float64, **kwargs),
+            token_B=self._tokens(sequences, padding), position_B=to_device(positions, self.device),
+            places_BM=to_device(self._places(sequences, rows, width), self.device),
+            sampling=SamplingBatch.of(sequences, self.model, padding=padding),
+            out_3KB=torch.empty((3, passes, rows), dtype=torch.float64, **kwargs),
             pass_1=torch.zeros(1, dtype=torch.int64, **kwargs),
         )  # fmt: skip
 
-    def _tokens(self, sequences: list[Sequence]) -> Tensor:
+    def _tokens(self, sequences: list[Sequence], padding: int) -> Tensor:
         """The pending tokens; those that the host does not know yet come from the device."""
-        token_B = to_device([s.tokens[-1] for s in sequences], self.device)
+        token_B = to_device([s.tokens[-1] for s in sequences] + [0] * padding, self.device)
         flying = [(row, *s.newest) for row, s in enumerate(sequences) if s.ahead]
         for packed_3KB in {id(packed): packed for _, packed, _ in flying}.values():
             pairs = [(row, column) for row, packed, column in flying if packed is packed_3KB]
@@ -136,17 +163,18 @@ class DecodeLoop:
 
     def _body(self, state: DecodeState, max_context: int) -> None:
         """One pass; no value is read by the host."""
-        live_B = state.position_B < state.end_B
+        table_BN, end_B = state.places_BM[:, :-1], state.places_BM[:, -1]
+        live_B = state.position_B < end_B
         position_B = torch.where(live_B, state.position_B, 0)
         cache = PagedCache(
-            keys=self.cache.keys, values=self.cache.values, block_table_BN=state.table_BN,
+            keys=self.cache.keys, values=self.cache.values, block_table_BN=table_BN,
             context_B=torch.where(live_B, position_B + 1, 0).int(), max_context=max_context,
             rope_PR=self.rope_PR, decode=self.rope_PR is not None,
         )  # fmt: skip
         batch = AttentionBatch(positions_T=position_B, lengths=[1] * len(position_B), cache=cache)
         if not cache.decode:  # plain torch wants to be told where and what
             size = self.cache.shape.block_size
-            block_B = state.table_BN.gather(1, (position_B // size)[:, None])[:, 0].long()
+            block_B = table_BN.gather(1, (position_B // size)[:, None])[:, 0].long()
             cache.slots_T = torch.where(live_B, block_B * size + position_B % size, -1)
             batch.cu_seqlens_B1 = torch.arange(
                 len(position_B) + 1, dtype=torch.int32, device=self.device
@@ -160,36 +188,23 @@ class DecodeLoop:
 
     # ---- CUDA graphs ---------------------------------------------------------------------------
 
-    def _graphable(self, state: DecodeState) -> bool:
-        plain = not state.sampling.truncated and state.sampling.held_back is None
-        return self.use_graphs and plain and self.rope_PR is not None
-
-    def _graph(self, state: DecodeState) -> tuple[torch.cuda.CUDAGraph, DecodeState] | None:
-        """The graph of the next larger size, captured on first use; None above the largest."""
-        count, width = state.table_BN.shape
-        size = next((s for s in GRAPH_SIZES if s >= count), None)
-        if size is None:
+    def _captured(self, sequences: list[Sequence], width: int) -> Captured | None:
+        """The graph of the next larger size, captured on first use; None: run eagerly."""
+        if not self.use_graphs or self.rope_PR is None or len(sequences) > GRAPH_SIZES[-1]:
             return None
-        key = (size, next(w for w in GRAPH_WIDTHS if w >= width))
-        if key not in self.graphs:
-            self.graphs[key] = self._capture(*key)
-        return self.graphs[key]
+        if any(s.sampling.top_k or s.sampling.top_p < 1 or s.held_back for s in sequences):
+            return None
+        if self._left and self._left[1] == sequences and self._left[0].fits(len(sequences), width):
+            return self._left[0]
+        rows = next(n for n in GRAPH_SIZES if n >= len(sequences))
+        blocks = next(n for n in GRAPH_WIDTHS if n >= width)
+        if (rows, blocks) not in self.graphs:
+            self.graphs[rows, blocks] = self._capture(rows, blocks)
+        return self.graphs[rows, blocks]
 
-    def _capture(self, count: int, width: int) -> tuple[torch.cuda.CUDAGraph, DecodeState]:
-        begin, kwargs = time.perf_counter(), dict(device=self.device)
-        state = DecodeState(
-            token_B=torch.zeros(count, dtype=torch.int64, **kwargs),
-            position_B=torch.zeros(count, dtype=torch.int64, **kwargs),
-            table_BN=torch.full((count, width), DROPPED, dtype=torch.int32, **kwargs),
-            end_B=torch.zeros(count, dtype=torch.int64, **kwargs),
-            sampling=SamplingBatch(
-                temperature_B=torch.ones(count, **kwargs),
-                stream_B=torch.zeros(count, dtype=torch.int64, **kwargs), truncated=[],
-                held_back=None,
-            ),
-            out_3KB=torch.empty((3, self.burst, count), dtype=torch.float64, **kwargs),
-            pass_1=torch.zeros(1, dtype=torch.int64, **kwargs),
-        )  # fmt: skip
+    def _capture(self, rows: int, width: int) -> Captured:
+        begin = time.perf_counter()
+        state = self._state([], self.burst, rows, width)
         longest = width * self.cache.shape.block_size
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -208,6 +223,6 @@ class DecodeLoop:
         self.capture_seconds += seconds
         log.info(
             "captured decode of %d sequences × %d blocks in %.2f s, %.0f MB",
-            count, width, seconds, (torch.cuda.memory_reserved() - before) / 1e6,
+            rows, width, seconds, (torch.cuda.memory_reserved() - before) / 1e6,
         )  # fmt: skip
-        return graph, state
+        return Captured(graph=graph, state=state, rows=rows, width=width)

@@ -36,7 +36,10 @@ class SamplingBatch:
     held_back: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def of(cls, sequences: list[Sequence], model: ParallelModel) -> SamplingBatch:
+    def of(
+        cls, sequences: list[Sequence], model: ParallelModel, *, padding: int = 0
+    ) -> SamplingBatch:
+        """With rows at the end that stand for no sequence."""
         device = model.device
         params = [s.sampling for s in sequences]
         keys = [stream_key(s.sampling.seed, s.request) for s in sequences]
@@ -53,8 +56,10 @@ class SamplingBatch:
                     )
                 )
         return cls(
-            temperature_B=to_device([p.temperature for p in params], device, torch.float32),
-            stream_B=to_device(keys, device), truncated=truncated,
+            temperature_B=to_device(
+                [p.temperature for p in params] + [1.0] * padding, device, torch.float32
+            ),
+            stream_B=to_device(keys + [0] * padding, device), truncated=truncated,
             held_back=_held_back(sequences, model),
         )  # fmt: skip
 
@@ -97,7 +102,7 @@ def _held_back(sequences: list[Sequence], model: ParallelModel) -> tuple[Tensor,
     cells = [
         (row, token - model.vocab_start)
         for row, sequence in enumerate(sequences)
-        if sequence.generated + 1 < sequence.sampling.min_new_tokens
+        if sequence.held_back
         for token in sequence.sampling.stop_token_ids
         if 0 <= token - model.vocab_start < width
     ]

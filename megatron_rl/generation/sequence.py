@@ -104,7 +104,12 @@ class Sequence:
     @property
     def needs_host(self) -> bool:
         """Whether the host has a say in the next token or in whether it is the last."""
-        return bool(self.sampling.stop) or self.generated + 1 < self.sampling.min_new_tokens
+        return bool(self.sampling.stop) or self.held_back
+
+    @property
+    def held_back(self) -> bool:
+        """Whether end tokens may not come next, because of `min_new_tokens`."""
+        return self.generated + 1 < self.sampling.min_new_tokens
 
     def extend(
         self, tokens: list[int], logprobs: list[float], full_logprobs: list[float]

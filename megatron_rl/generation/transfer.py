@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 def to_device(
-    numbers: Sequence, device: torch.device, dtype: torch.dtype | None = None
+    numbers: Sequence | np.ndarray, device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A tensor of (nested lists of) numbers on the device."""
-    host = torch.tensor(numbers, dtype=dtype)
+    """A tensor of an array or of (nested lists of) numbers on the device."""
+    host = torch.as_tensor(numbers, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
