@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import time
@@ -207,6 +208,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--lognormal", type=int, help="requests with mean 256, at most 1024 tokens")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the lognormal")
     parser.add_argument("--forked", action="store_true", help="eight samples of one long prompt")
     parser.add_argument("--max-running", type=int, default=256)
     parser.add_argument("--burst", type=int)
@@ -235,9 +237,9 @@ def main() -> None:
             show({"kernel": kernel})
     if options.lognormal:
         draw = random.Random(1)
-        # Mean of a lognormal is exp(μ + σ²/2).
+        mu = math.log(256) - options.sigma**2 / 2
         lengths = [
-            min(max(int(draw.lognormvariate(5.045, 1.0)), 1), 1024)
+            min(max(int(draw.lognormvariate(mu, options.sigma)), 1), 1024)
             for _ in range(options.lognormal)
         ]
         mean = round(statistics.mean(lengths))
