@@ -35,7 +35,7 @@ def test_nothing_grows_in_two_thousand_steps(tiny_model_dir, tmp_path):
     ranks = [psutil.Process(process.pid) for process in attempt.processes]
     metrics = tmp_path / "run/metrics.jsonl"
     seen: list[tuple[int, list[tuple[int, int, int]]]] = []
-    deadline = time.monotonic() + 1200
+    deadline = time.monotonic() + 300 + 5 * STEPS  # also on a busy machine
     while all(process.is_alive() for process in attempt.processes):
         assert time.monotonic() < deadline, attempt.said
         try:

@@ -10,6 +10,14 @@ import json
 
 import pytest
 
+# Few steps, of which some are left when the signal comes, also on a fast machine.
+SLOWLY = """
+import time
+
+def score(prompts, responses, records):
+    time.sleep(0.7)
+    return [float(len(r)) for r in responses]
+"""
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
@@ -18,10 +26,12 @@ def test_trainer_is_requeued_and_resumes_at_the_exact_step(run, tiny_model_dir, 
     run.model = tiny_model_dir
     prompts = [json.dumps({"prompt": f"{a} + 1 =", "answer": str(a + 1)}) for a in range(16)]
     (run.folder / "train.jsonl").write_text("\n".join(prompts) + "\n")
-    steps = 30
+    (run.folder / "slowly.py").write_text(SLOWLY)
+    steps = 10
     run.submit(
-        "--train-script=train_ppo.py", f"--launcher={launcher}", "parallel.tp=2", steps=steps
-    )
+        "--train-script=train_ppo.py", f"--launcher={launcher}", "parallel.tp=2",
+        f"reward.function={run.folder}/slowly.py:score", steps=steps,
+    )  # fmt: skip
     run.wait_for_step(2)
     run.cluster.run("scancel", "--batch", "--signal=USR1", run.job_id)
     job = run.wait()
