@@ -47,6 +47,7 @@ class RolloutPhase:
         self.stop, self.phase = stop, phase
         self.groups: ParallelGroups = models.actor.model.groups
         self.samples_drawn = 0
+        self._batches = 0  # in this process: names the work lists
 
     def draw_step(self) -> tuple[RolloutBatch, dict[str, float]]:
         """Generated and scored samples of a step, spread over the replicas by cost, and metrics."""
@@ -92,10 +93,13 @@ class RolloutPhase:
         sampling = sampling_params(
             self.config, self.inputs.tokenizer, temperature=temperature, seed=self.config.seed
         )
+        self._batches += 1
+        # Who takes a prompt from a work list depends on time, and so do the last bits of a batch.
+        work_list = None if self.config.training.deterministic else self._batches
         return collect(
             self.models.transition, self.inputs.tokenizer, prompts, n=n, sampling=sampling,
             first_request=first_request, first_index=first_index,
-            block=prompts_per_block(self.config, self.groups.layout.dp),
+            block=prompts_per_block(self.config, self.groups.layout.dp), work_list=work_list,
         )  # fmt: skip
 
     def _draw(self, first_index: int = 0) -> RolloutBatch:

@@ -124,6 +124,46 @@ class Engine:
         self._log_counts()
         return [done[number] for number in numbers]
 
+    def serve(
+        self, prompts: List[List[int]], sampling: SamplingParams, *, requests: List[List[int]],
+        take: Callable[..., list[int] | None],
+    ) -> dict[int, list[Response]]:  # fmt: skip
+        """Generates for some of the prompts, which are taken one by one as there is room.
+
+        Args:
+            prompts: all that may be asked for.
+            requests: for each prompt, the numbers of its samples (see `generate`).
+            take: `take(room, idle=…)` gives the next prompts' indices, None when there are no more
+                (see `rollout.work_list`). The replica's ranks call it at the same steps.
+
+        Returns:
+            The responses of each prompt that was taken.
+        """
+        budget = self._budget_blocks()
+        made = [
+            [make_sequence(r, list(prompt), sampling, self.model, self.decode) for r in numbers]
+            for prompt, numbers in zip(prompts, requests, strict=True)
+        ]
+        for samples in made:
+            self._check_fits(samples[0], budget)
+        done: dict[int, Response] = {}
+        mine: list[int] = []
+        more = True
+        with self._session([s for samples in made for s in samples], budget) as session:
+            while more or not session.finished:
+                if more:
+                    taken = take(session.room, idle=session.finished)
+                    more = taken is not None
+                    for index in taken or []:
+                        mine.append(index)
+                        for first, *others in self._samples_of_one_prompt(made[index]):
+                            session.add(first, others)
+                done |= {r.request: r for r in session.step()[1]}
+                if self.after_step is not None:
+                    self.after_step()
+        self._log_counts()
+        return {index: [done[number] for number in requests[index]] for index in mine}
+
     def _samples_of_one_prompt(self, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
         """Neighbours with equal prompts and parameters, which can fork from one prefill."""
         if not self.settings.share_prefixes:

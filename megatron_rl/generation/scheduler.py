@@ -83,6 +83,11 @@ class Scheduler:
     def finished(self) -> bool:
         return not self.waiting and not any(self.running)
 
+    @property
+    def load(self) -> int:
+        """Responses that are asked for and not finished."""
+        return sum(_load(queue) for queue in (self.waiting, *self.running))
+
     def next_step(self, slot: int = 0) -> Step | None:
         """The slot's next forward pass: prefill chunks if there are any, else decode.
 

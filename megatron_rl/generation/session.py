@@ -111,6 +111,11 @@ class Session:
     def finished(self) -> bool:
         return self.scheduler.finished and not any(self._in_flight)
 
+    @property
+    def room(self) -> int:
+        """Sequences that could start at once."""
+        return max(self.scheduler.max_running - self.scheduler.load, 0)
+
     def add(self, sequence: Sequence, copies: list[Sequence] | None = None) -> None:
         """A checked request; `copies` are further samples of its prompt, computed once."""
         sequence.followers = list(copies or [])

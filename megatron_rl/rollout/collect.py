@@ -9,6 +9,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.resharding.transition import Transition
 from megatron_rl.rollout.batch import RolloutBatch, make_batch
 from megatron_rl.rollout.prompts import Prompt
+from megatron_rl.rollout.work_list import WorkList
 from megatron_rl.text import Tokenizer
 
 
@@ -46,13 +47,16 @@ def prompts_per_block(config: Config, dp: int) -> int | None:
     return prompts if prompts >= dp else None
 
 
-def replica_share(count: int, groups: ParallelGroups, block: int | None = None) -> list[int]:
-    """Indices of a batch of `count` prompts that this replica works on.
+def replica_share(
+    count: int, groups: ParallelGroups, block: int | None = None, *, rank: int | None = None
+) -> list[int]:
+    """Indices of a batch of `count` prompts that this replica (or that of `rank`) works on.
 
     Every `block` consecutive prompts are spread over all replicas: with blocks of one mini-batch,
     an optimizer step sees the same samples for every data parallel size.
     """
-    dp, rank, block = groups.layout.dp, groups.dp_rank, block or max(count, 1)
+    dp, block = groups.layout.dp, block or max(count, 1)
+    rank = groups.dp_rank if rank is None else rank
     share: list[int] = []
     for start in range(0, count, block):
         size = min(block, count - start)
@@ -63,6 +67,7 @@ def replica_share(count: int, groups: ParallelGroups, block: int | None = None) 
 def collect(
     transition: Transition, tokenizer: Tokenizer, prompts: list[Prompt], *, n: int,
     sampling: SamplingParams, first_request: int, first_index: int = 0, block: int | None = None,
+    work_list: int | None = None,
 ) -> RolloutBatch:  # fmt: skip
     """Generates `n` samples for each of this replica's prompts.
 
@@ -72,18 +77,37 @@ def collect(
             samples depend neither on the layout nor on where they are generated.
         first_index: number of the batch's first sample in the step.
         block: prompts per mini-batch, see `replica_share`.
+        work_list: a number that no batch of this process group had before: prompts that do not
+            start at once may go to another replica. None: each keeps its share.
 
     Returns:
         The replica's samples; none where it has no prompt.
     """
-    share = replica_share(len(prompts), transition.groups, block)
-    mine = [(i, s) for i in share for s in range(n)]
-    responses = []
-    if mine:
-        responses = transition.generate(
-            [prompts[i].token_ids for i, _ in mine], sampling,
-            requests=[first_request + i * n + s for i, s in mine],
+    groups = transition.groups
+    share = replica_share(len(prompts), groups, block)
+    requests = [[first_request + i * n + s for s in range(n)] for i in range(len(prompts))]
+    at_once = transition.engine.settings.max_running // n
+    if work_list is None or transition.moves_weights or len(prompts) <= at_once * groups.layout.dp:
+        responses = []
+        if share:
+            responses = transition.generate(
+                [prompts[i].token_ids for i in share for _ in range(n)], sampling,
+                requests=[number for i in share for number in requests[i]],
+            )  # fmt: skip
+    else:
+        shares = [replica_share(len(prompts), groups, block, rank=r)
+                  for r in range(groups.layout.dp)]  # fmt: skip
+        started = {i for other in shares for i in other[:at_once]}
+        todo = WorkList(
+            groups, own=share[:at_once], n=n, batch=work_list,
+            shared=[i for i in range(len(prompts)) if i not in started],
         )  # fmt: skip
+        served = transition.engine.serve(
+            [p.token_ids for p in prompts], sampling, requests=requests, take=todo.take
+        )
+        share = sorted(served)
+        responses = [response for i in share for response in served[i]]
+    mine = [(i, s) for i in share for s in range(n)]
     texts = [tokenizer.decode(r.token_ids) for r in responses]
     return make_batch(
         [prompts[i] for i, _ in mine], responses, texts,

@@ -3,9 +3,7 @@
 Suffixes: R rows, C columns, K blocks of a row, N ranks.
 """
 
-import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
