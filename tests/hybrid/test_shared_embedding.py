@@ -247,3 +247,20 @@ def test_joint_runs_are_the_same_on_every_layout(ranks, tiny_model, tmp_path, wa
                 assert got[name] == pytest.approx(want[name], rel=2e-3, abs=2e-5), name
     apart = ranks(1, run_case.run, read, 4)[0]
     assert apart[3]["policy/grad_norm"] != pytest.approx(expected[3]["policy/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_joint_run_resumes_exactly(ranks, tiny_model, tmp_path):
+    """The table is in the actor's part of a checkpoint alone, and comes back for both."""
+    folder, options = str(tiny_model("llama_tied")), {
+        "parallel": {"tp": 2, "sp": True}, "training__steps": 4,
+        "hybrid_engine": {"share_embeddings": "joint"},
+    }  # fmt: skip
+    whole = run_case.settings(folder, tmp_path / "a", **options)
+    parts = run_case.settings(folder, tmp_path / "b", **options)
+    want = ranks(2, run_jointly, whole, 4)[0]
+    got = [m for _ in range(2) for m in ranks(2, run_jointly, parts, 2)[0]]
+    for mine, theirs in zip(got, want, strict=True):
+        for name in ("policy/loss", "value/loss", "policy/grad_norm", "value/grad_norm"):
+            assert mine[name] == theirs[name], name

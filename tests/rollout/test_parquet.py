@@ -1,8 +1,9 @@
-"""Layer: pure. Prompts from a real Parquet file are those of the same rows as JSONL."""
+"""Layer: pure, and one run on gloo ranks. A Parquet file gives what its rows as JSONL give."""
 
 from __future__ import annotations
 
 import json
+import pathlib
 import random
 import sys
 
@@ -14,6 +15,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.rollout.prompts import PromptFile, PromptStream
 from megatron_rl.rollout.records import ParquetRows, open_records
 from megatron_rl.text import TextTokenizer
+from tests.trainer import run_case
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +183,20 @@ def test_without_pyarrow_the_message_says_what_to_install(tmp_path, tokenizer, m
     lines = tmp_path / "rows.jsonl"
     lines.write_text('{"prompt": "a"}\n')
     assert len(open_prompts(lines, tokenizer)) == 1, "JSONL needs nothing more"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_is_the_same_with_either_kind_of_file(ranks, tiny_model_dir, tmp_path):
+    values = run_case.settings(str(tiny_model_dir), tmp_path / "lines")
+    want = ranks(2, run_case.run, values, 2)
+    path = tmp_path / "prompts.parquet"
+    lines = pathlib.Path(values["data"]["train"]).read_text().splitlines()
+    write_parquet(path, [json.loads(line) for line in lines])
+    values = run_case.settings(
+        str(tiny_model_dir), tmp_path / "rows", data={"train": str(path), "eval": str(path)}
+    )
+    for got, expected in zip(ranks(2, run_case.run, values, 2), want, strict=True):
+        for mine, theirs in zip(got, expected, strict=True):
+            assert mine["policy/loss"] == theirs["policy/loss"]
+            assert mine["reward/mean"] == theirs["reward/mean"]
