@@ -216,37 +216,50 @@ def run_jointly(rank, world, values, steps):
         trainer.close()
 
 
+AWAY = {"enable": True, "offload_device": "cpu"}
+WAYS = {
+    "tp2": (10, {"parallel": {"tp": 2, "sp": True}}),
+    "pp2": (4, {"parallel": {"pp": 2}}),
+    "dp2_gathered_late": (
+        4, {"parallel": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+    ),
+    "offloaded": (4, {"hybrid_engine": {"critic_offload": AWAY, "optimizer_offload": AWAY}}),
+}  # fmt: skip
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["tp2", "pp2", "dp2_gathered_late", "offloaded"])
+@pytest.mark.parametrize("way", WAYS)
 def test_joint_runs_are_the_same_on_every_layout(ranks, tiny_model, tmp_path, way):
-    """Ten steps with one table: one rank and two take the same ones, read_only takes others."""
-    folder = str(tiny_model("llama_tied"))
-    late = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    away = {"enable": True, "offload_device": "cpu"}
-    changes = {
-        "tp2": {"parallel": {"tp": 2, "sp": True}}, "pp2": {"parallel": {"pp": 2}},
-        "dp2_gathered_late": {"parallel": late},
-        "offloaded": {"hybrid_engine": {"critic_offload": away, "optimizer_offload": away}},
-    }[way]  # fmt: skip
-    engine = changes.pop("hybrid_engine", {}) | {"share_embeddings": "joint"}
-    one = run_case.settings(
-        folder, tmp_path / "a", training__steps=10, hybrid_engine={"share_embeddings": "joint"}
-    )
-    two = run_case.settings(
-        folder, tmp_path / "b", training__steps=10, hybrid_engine=engine, **changes
-    )
-    read = run_case.settings(
-        folder, tmp_path / "c", training__steps=10,
-        hybrid_engine={"share_embeddings": "read_only"},
+    """One table stays one through all steps; one rank and two take the same steps."""
+    steps, changes = WAYS[way]
+    one, two = (
+        run_case.settings(
+            str(tiny_model("llama_tied")), tmp_path / name, training__steps=steps,
+            **{k: v for k, v in options.items() if k != "hybrid_engine"},
+            hybrid_engine={"share_embeddings": "joint", **options.get("hybrid_engine", {})},
+        )
+        for name, options in (("one", {}), ("two", changes))
     )  # fmt: skip
-    expected = ranks(1, run_jointly, one, 10)[0]
-    for metrics in ranks(2, run_jointly, two, 10):
+    expected = ranks(1, run_jointly, one, steps)[0]
+    for metrics in ranks(2, run_jointly, two, steps):
         for got, want in zip(metrics, expected, strict=True):
             for name in ("policy/loss", "value/loss", "policy/grad_norm", "reward/mean", "kl/ref"):
                 assert got[name] == pytest.approx(want[name], rel=2e-3, abs=2e-5), name
-    apart = ranks(1, run_case.run, read, 4)[0]
-    assert apart[3]["policy/grad_norm"] != pytest.approx(expected[3]["policy/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_joint_and_read_only_are_other_runs(ranks, tiny_model, tmp_path):
+    """From the second update on: before, a fresh value head is zero and has no gradient below."""
+    norms = []
+    for share in ("joint", "read_only"):
+        values = run_case.settings(
+            str(tiny_model("llama_tied")), tmp_path / share,
+            hybrid_engine={"share_embeddings": share},
+        )  # fmt: skip
+        norms.append([m["policy/grad_norm"] for m in ranks(1, run_case.run, values, 3)[0]])
+    assert norms[0][2] != pytest.approx(norms[1][2], rel=1e-4)
 
 
 @pytest.mark.ranks
