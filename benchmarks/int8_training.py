@@ -4,13 +4,15 @@
 
 Next-token training on bytes of Python's own standard library, from one initialisation and one
 order of data; only ``training.gradient_compression`` differs between the runs. Prints the mean loss
-of the last 50 steps of each run, relative to fp32, and draws the curves.
+of the last 50 steps of each run, relative to fp32, over ``--seeds`` initialisations and orders, and
+draws the last seed's curves.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -38,11 +40,11 @@ def corpus() -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, seed: int) -> None:
     """A Llama of 0.4 M parameters over bytes."""
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=24, vocab_size=256, max_position_embeddings=SEQUENCE,
@@ -51,8 +53,8 @@ def write_model(folder: Path) -> None:
     transformers.LlamaForCausalLM(config).float().save_pretrained(folder)
 
 
-def batch(data: torch.Tensor, step: int, rank: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(step * 1000 + rank)
+def batch(data: torch.Tensor, seed: int, step: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed * 10**8 + step * 1000 + rank)
     starts = torch.randint(0, len(data) - SEQUENCE, (SEQUENCES,), generator=generator)
     return [data[start : start + SEQUENCE] for start in starts.tolist()]
 
@@ -85,7 +87,7 @@ def build(folder: Path, compression: dict | None, steps: int, sharded: bool):
     return trainable
 
 
-def losses(trainable, data: torch.Tensor, steps: int) -> list[float]:
+def losses(trainable, data: torch.Tensor, steps: int, seed: int) -> list[float]:
     """Mean loss per token over all ranks, step by step."""
     from megatron_rl.algorithms.logprobs import vocab_parallel_logprobs
     from megatron_rl.engine.microbatch import pack
@@ -104,7 +106,7 @@ def losses(trainable, data: torch.Tensor, steps: int) -> list[float]:
 
     history = []
     for step in range(steps):
-        sequences = batch(data, step, groups.dp_rank)
+        sequences = batch(data, seed, step, groups.dp_rank)
         part = pack(sequences, [1] * SEQUENCES, model=model, rows="response",
                     samples=list(range(SEQUENCES)), fields={})  # fmt: skip
         trainable.zero_grad()
@@ -116,32 +118,46 @@ def losses(trainable, data: torch.Tensor, steps: int) -> list[float]:
     return history
 
 
-def report(name: str, curves: dict[str, list[float]]) -> None:
+def against_fp32(name: str, curves: dict[str, list[float]]) -> float:
+    """Relative difference of the last steps' mean loss."""
     tail, exact = (sum(curves[run][-TAIL:]) / TAIL for run in (name, "fp32"))
-    line = {"run": name, "tail_loss": round(tail, 5), "against_fp32": f"{tail / exact - 1:+.3%}"}
-    print(json.dumps(line), flush=True)
+    return tail / exact - 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--picture", type=Path, help="SVG to write")
     parser.add_argument("--sharded", action="store_true", help="distributed optimizer")
     options = parser.parse_args()
     cuda_on_cpu.enable()
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    data, curves = corpus(), {}
+    data = corpus()
+    differences: dict[str, list[float]] = {name: [] for name in RUNS}
     with tempfile.TemporaryDirectory() as own:
         shared = [own]
-        if dist.get_rank() == 0:
-            write_model(Path(own))
         dist.broadcast_object_list(shared)
-        for name, compression in RUNS.items():
-            trainable = build(Path(shared[0]), compression, options.steps, options.sharded)
-            curves[name] = losses(trainable, data, options.steps)
+        for seed in range(options.seeds):
+            curves: dict[str, list[float]] = {}
+            folder = Path(shared[0]) / str(seed)
             if dist.get_rank() == 0:
-                report(name, curves)
+                write_model(folder, seed)
+            dist.barrier()
+            for name, compression in RUNS.items():
+                trainable = build(folder, compression, options.steps, options.sharded)
+                curves[name] = losses(trainable, data, options.steps, seed)
+                differences[name].append(against_fp32(name, curves))
+                if dist.get_rank() == 0:
+                    print(json.dumps({"seed": seed, "run": name, "tail_loss": curves[name][-1],
+                                      "against_fp32": f"{differences[name][-1]:+.3%}"}), flush=True)
+    if dist.get_rank() == 0:
+        for name, values in differences.items():
+            mean, error = statistics.mean(values), 0.0
+            if len(values) > 1:
+                error = statistics.stdev(values) / len(values) ** 0.5
+            print(f"{name}: {mean:+.3%} ± {error:.3%} over {len(values)} seeds", flush=True)
     if dist.get_rank() == 0 and options.picture:
         draw(curves, options.picture, x="optimizer step", y="loss per token (nats)")
     dist.destroy_process_group()

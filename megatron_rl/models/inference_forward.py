@@ -2,8 +2,8 @@
 
 Same arithmetic as Megatron's layers, without the calls of its modules: they cost the host more time
 than a short step costs the device. The residual addition and the norm that follows it are one
-kernel, so is the gated activation, and a few rows go through kernels that do all of this while the
-weights arrive.
+kernel, so is the gated activation, and a single row goes through kernels that do all of this while
+the weights arrive.
 
 Shapes: T tokens, E hidden size, V vocabulary rows on this TP rank, N rows, G KV heads of this rank,
 R query heads per KV head, D head dimension.
@@ -19,10 +19,13 @@ from torch import Tensor
 from megatron_rl.kernels.backend import use_triton
 from megatron_rl.kernels.rms_norm import rms_norm
 from megatron_rl.kernels.swiglu import swiglu
-from megatron_rl.kernels.thin_linear import MAX_ROWS, Norm, thin_linear
+from megatron_rl.kernels.thin_linear import Norm, thin_linear
 from megatron_rl.models.attention import AttentionBatch
 from megatron_rl.models.gpt import RLModel
 from megatron_rl.models.heads import vocabulary_logits
+
+# Rows up to which the thin layer beats the matrix library (LOG.md); the kernel takes more.
+THIN_ROWS = 1
 
 
 @torch.no_grad()
@@ -62,7 +65,7 @@ def stage_forward(
 
 
 def _thin(x_TE: Tensor) -> bool:
-    return len(x_TE) <= MAX_ROWS and use_triton("thin_linear", x_TE)
+    return len(x_TE) <= THIN_ROWS and use_triton("thin_linear", x_TE)
 
 
 def _normed_linear(

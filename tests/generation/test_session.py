@@ -180,7 +180,9 @@ def by_kernels(rank, world, folder, choice):
     os.environ["MEGATRON_RL_KERNELS"] = choice
     try:
         made = engine(folder, world, layout={"tp": world}, settings=dict(burst=2))
-        responses = made.generate([PROMPT[:19], PROMPT[:5]], params(max_new_tokens=4))
+        # The longer response ends alone: one row.
+        each = [params(max_new_tokens=n) for n in (3, 5)]
+        responses = made.generate([PROMPT[:19], PROMPT[:5]], each)
         return [(r.token_ids, r.logprobs) for r in responses]
     finally:
         del os.environ["MEGATRON_RL_KERNELS"]

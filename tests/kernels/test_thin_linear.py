@@ -7,7 +7,8 @@ import torch
 
 from megatron_rl.kernels.thin_linear import MAX_ROWS, Norm, thin_linear
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+# Three roundings in a row; Triton's interpreter cuts bf16 off instead of rounding.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 4e-2}
 
 
 def expected(x, weight, bias, norm, gated):
