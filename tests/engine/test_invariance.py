@@ -17,7 +17,7 @@ from tests.engine.mutations import MUTATIONS
 from tests.tiny_models import write_tiny_model
 
 COVERING = case.covering_set()
-SAMPLE_OF_PRODUCT = 40
+SAMPLE_OF_PRODUCT = 20
 
 
 def label(spec: dict) -> str:
