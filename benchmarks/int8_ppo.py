@@ -26,7 +26,7 @@ from tests.tiny_models import write_tiny_model  # noqa: E402
 from tests.trainer.test_learning import settings  # noqa: E402
 
 RUNS = {"fp32": None, "int8": {}, "int8, error feedback": {"error_feedback": True}}
-TAGS = ("reward/mean", "critic/loss", "policy/loss", "policy/grad_norm")
+TAGS = ("reward/mean", "value/loss", "policy/grad_norm")
 
 
 def run(file: Path) -> None:
@@ -36,7 +36,7 @@ def run(file: Path) -> None:
     try:
         steps = [trainer.step() for _ in range(values["training"]["steps"])]
         if trainer.groups.layout.dp == 2 and trainer.groups.dp_rank == 0:
-            curves = {tag: [s[tag] for s in steps] for tag in TAGS if tag in steps[0]}
+            curves = {tag: [s[tag] for s in steps] for tag in TAGS}
             file.with_suffix(".curves").write_text(json.dumps(curves))
     finally:
         trainer.close()
@@ -54,7 +54,7 @@ def curves_of(folder: Path, model: Path, compression: dict | None, options, seed
     file = run_folder / "settings.json"
     file.write_text(json.dumps(values))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc_per_node", "2", __file__, "--run", str(file)]
+    command = [*torchrun, "--nproc_per_node", "2", __file__, "--settings", str(file)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads(file.with_suffix(".curves").read_text())
 
@@ -66,10 +66,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="SVG to write")
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--settings", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.run:
-        return run(options.run)
+    if options.settings:
+        return run(options.settings)
     rewards: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model("llama", Path(folder) / "model")
