@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -67,9 +69,10 @@ class DecodeState:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Captured:
-    """A decode pass of fixed size as a CUDA graph over its own state."""
+    """A decode pass of fixed size over its own state: a CUDA graph, or on a CPU (where only the
+    interpreter of Triton gets here) the pass itself."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], object]
     state: DecodeState
     rows: int
     width: int
@@ -95,7 +98,7 @@ class DecodeLoop:
         self.graphs: dict[tuple[int, int], Captured] = {}
         self._pool = None  # one for all graphs: nothing inside outlives a replay
         self._left: tuple[Captured, list[Sequence], list[int]] | None = None
-        self.use_graphs = cuda_graphs and self.device.type == "cuda"
+        self.use_graphs = cuda_graphs and rope_PR is not None
         self.capture_seconds = 0.0
         self.rope_PR = rope_PR
 
@@ -123,7 +126,7 @@ class DecodeLoop:
             )
         captured.state.pass_1.zero_()
         for _ in range(passes):
-            captured.graph.replay()
+            captured.replay()
         self._left = captured, sequences, [s.length + passes for s in sequences]
         return captured.state.out_3KB[:, :passes, : len(sequences)].clone()
 
@@ -190,7 +193,7 @@ class DecodeLoop:
 
     def _captured(self, sequences: list[Sequence], width: int) -> Captured | None:
         """The graph of the next larger size, captured on first use; None: run eagerly."""
-        if not self.use_graphs or self.rope_PR is None or len(sequences) > GRAPH_SIZES[-1]:
+        if not self.use_graphs or len(sequences) > GRAPH_SIZES[-1]:
             return None
         if any(s.sampling.top_k or s.sampling.top_p < 1 or s.held_back for s in sequences):
             return None
@@ -206,6 +209,9 @@ class DecodeLoop:
         begin = time.perf_counter()
         state = self._state([], self.burst, rows, width)
         longest = width * self.cache.shape.block_size
+        if self.device.type != "cuda":
+            replay = partial(self._body, state, longest)
+            return Captured(replay=replay, state=state, rows=rows, width=width)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # kernels compile and libraries allocate outside the capture
@@ -225,4 +231,4 @@ class DecodeLoop:
             "captured decode of %d sequences × %d blocks in %.2f s, %.0f MB",
             rows, width, seconds, (torch.cuda.memory_reserved() - before) / 1e6,
         )  # fmt: skip
-        return Captured(graph=graph, state=state, rows=rows, width=width)
+        return Captured(replay=graph.replay, state=state, rows=rows, width=width)

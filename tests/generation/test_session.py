@@ -174,16 +174,16 @@ def test_a_burst_of_decode_passes_changes_nothing(ranks, tiny_model_dir, samplin
             assert logprobs == pytest.approx(expected[1], abs=1e-4)
 
 
-def by_kernels(rank, world, folder, choice):
+def by_kernels(rank, world, folder, choice, settings):
     import os
 
     os.environ["MEGATRON_RL_KERNELS"] = choice
     try:
-        made = engine(folder, world, layout={"tp": world}, settings=dict(burst=2))
-        # The longer response ends alone: one row.
-        each = [params(max_new_tokens=n) for n in (3, 5)]
-        responses = made.generate([PROMPT[:19], PROMPT[:5]], each)
-        return [(r.token_ids, r.logprobs) for r in responses]
+        made = engine(folder, world, layout={"tp": world}, settings=dict(block_size=4, **settings))
+        # Three sequences in a pass made for four, then two, then one; blocks are added meanwhile.
+        prompts = [PROMPT[:19], PROMPT[:5], PROMPT[:4]]
+        each = [params(max_new_tokens=n) for n in (3, 13, 8)]
+        return [(r.token_ids, r.logprobs) for r in made.generate(prompts, each)]
     finally:
         del os.environ["MEGATRON_RL_KERNELS"]
 
@@ -193,12 +193,14 @@ def by_kernels(rank, world, folder, choice):
     "name, world", [("llama", 1), pytest.param("qwen3", 2, marks=pytest.mark.slow)]
 )
 def test_the_kernels_give_what_torch_gives(ranks, tiny_model, name, world):
-    """Under Triton's interpreter: decode attention, RoPE with KV write, RMSNorm and sampling."""
+    """Under Triton's interpreter: every kernel of generation, eagerly and in passes of fixed size
+    over their own state, as CUDA graphs have it."""
     folder = str(tiny_model(name))
-    plain = ranks(world, by_kernels, folder, "torch")[0]
-    for tokens_and_logprobs in ranks(world, by_kernels, folder, "triton"):
-        for (got, got_lp), (want, want_lp) in zip(tokens_and_logprobs, plain, strict=True):
-            assert got == want
-            torch.testing.assert_close(
-                torch.tensor(got_lp), torch.tensor(want_lp), atol=1e-4, rtol=1e-4
-            )
+    plain = ranks(world, by_kernels, folder, "torch", {})[0]
+    for settings in (dict(cuda_graphs=False), dict(burst=2, steps_ahead=1)):
+        for results in ranks(world, by_kernels, folder, "triton", settings):
+            for (got, got_lp), (want, want_lp) in zip(results, plain, strict=True):
+                assert got == want
+                torch.testing.assert_close(
+                    torch.tensor(got_lp), torch.tensor(want_lp), atol=1e-4, rtol=1e-4
+                )
