@@ -80,7 +80,8 @@ def train_jointly(
 
     The critic's step changes nothing that the actor's loss depends on, so that both gradients are
     those of the same weights. Still one model's gradient buffers exist at a time, beside the
-    table's part. An infinite gradient of the table is in both norms: then both skip the step.
+    table's part. Where that part is not finite, neither is the actor's norm, and the actor skips
+    the step.
     """
     outcomes: dict[str, list[Outcome]] = {"critic": [], "actor": []}
     for samples in _all_mini_batches(batch, config):
