@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ class KVCache:
         self.shape = shape
         size = (shape.blocks + 1, shape.block_size, shape.kv_heads, shape.head_dim)
         # One allocation: freeing it gives training a region without holes.
-        self._all = torch.zeros((2 * shape.layers, *size), dtype=shape.dtype, device=device)
+        self._all = _zeros((2 * shape.layers, *size), shape.dtype, device)
         self.keys = list(self._all[: shape.layers])
         self.values = list(self._all[shape.layers :])
 
@@ -65,6 +67,15 @@ class KVCache:
         size, dim = self.shape.block_size, self.shape.head_dim
         fits = size & (size - 1) == 0 and dim % 16 == 0 and dim <= 256
         return fits and use_triton("decode_attention", probe)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU from pages that the system zeroes when they are first touched: a cache that takes
+    its whole budget costs no more than what is used of it."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(size)
 
 
 def free_memory(device: torch.device) -> int:
