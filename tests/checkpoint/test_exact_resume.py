@@ -28,6 +28,7 @@ CASES = {
                          **ADAM),
     "critic_pp2": dict(world=2, pp=2, role="critic", distributed_optimizer=True, **ADAM),
 }  # fmt: skip
+SLOW = ("tp2_sp_sgd_plain", "padded_heads", "dp2_bf16_critic")
 
 
 def run(rank, world, folder, model_folder, spec):
@@ -55,7 +56,9 @@ def run(rank, world, folder, model_folder, spec):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES]
+)
 def test_six_steps_equal_three_and_three(ranks, tiny_model, tmp_path, name):
     spec = dict(CASES[name])
     world, model = spec.pop("world"), str(tiny_model(spec.pop("model", "llama")))

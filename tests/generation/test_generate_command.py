@@ -24,6 +24,7 @@ def command(*arguments: str, ranks: int = 1, text: str | None = None):
     )
 
 
+@pytest.mark.slow
 def test_samples_to_a_file(tiny_model_dir, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"question": "abc"}\n{"question": ""}\n{"question": "xyz"}\n')

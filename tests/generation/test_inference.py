@@ -17,7 +17,7 @@ def ask(rank, world, folder, prompts, kwargs):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_smollm2_answers(ranks, smollm2_path, world):
     """Nine heads on two ranks: padded with zero heads. Ends by its own end token."""
     from transformers import AutoTokenizer

@@ -114,9 +114,9 @@ def run_saving(rank, world, values, steps):
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        (2, {"training__dtype": "bf16", "parallel": {
-            "overlap_grad_reduce": True, "overlap_param_gather": True}}),
+        (1, {}),
+        pytest.param(2, {"training__dtype": "bf16", "parallel": {
+            "overlap_grad_reduce": True, "overlap_param_gather": True}}, marks=pytest.mark.slow),
         pytest.param(2, {"parallel": {"tp": 2}, "training__dtype": "bf16",
                          "training__grad_reduce": "ddp"}, marks=pytest.mark.slow),
         pytest.param(2, {"parallel": {"tp": 2}, "micro_dp": True}, marks=pytest.mark.slow),

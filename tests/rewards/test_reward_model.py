@@ -145,6 +145,7 @@ def own(function: str) -> str:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_function_and_model_add_up_or_the_function_decides(ranks, tiny_model, tmp_path):
     actor = str(tiny_model("llama"))
     folder = write_tiny_reward_model(tiny_model("mistral"), tmp_path / "reward")

@@ -44,9 +44,8 @@ def one_rank(ranks, tiny_model_dir, tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "world, changes", [pytest.param(2, {}, marks=pytest.mark.slow), (4, {"parallel__tp": 2})]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("world, changes", [(2, {}), (4, {"parallel__tp": 2})])
 def test_dynamic_sampling_is_the_same_on_every_layout(
     ranks, tiny_model_dir, tmp_path, one_rank, world, changes
 ):
@@ -80,6 +79,7 @@ def test_dynamic_sampling_resumes_exactly(ranks, tiny_model_dir, tmp_path, one_r
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_mini_batch_of_fewer_prompts_than_replicas(ranks, tiny_model_dir, tmp_path):
     """A replica without samples in a mini-batch still takes part in it."""
     steps = []

@@ -87,6 +87,7 @@ def test_wrong_scores_are_named(tiny_model_dir, tmp_path, ranks, body, message):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_signal_saves_and_resume_continues(ranks, tiny_model_dir, tmp_path):
     values = run_case.settings(str(tiny_model_dir), tmp_path, training__steps=500)
     process = launch(tmp_path, values, 1)
