@@ -136,60 +136,32 @@ def _walk(
     # The first split also answers for rows without context, whose output is zeros.
     if (start < context) | (split == 0):
         stop = tl.minimum(start + SPLIT, context)
+        k_ptr += group * k_g
+        v_ptr += group * v_g
+        table_at = table_ptr + row * table_b
         query = tl.arange(0, R_PAD)
         head, head_live = group * R + query, query < R
         d = tl.arange(0, D_PAD)
-        d_live = d < D
         q_at = q_ptr + row * q_b + group * q_g + query[:, None] * q_r
-        q_mask = head_live[:, None] & d_live[None, :]
+        q_mask = head_live[:, None] & (d < D)[None, :]
         if NEW:
             last = tl.maximum(context - 1, 0)
             angle_at = angle_ptr + last * angle_p
             q = _rotated(q_at, d[None, :], q_mask, angle_at, HALF)
             if (start <= last) & (last < stop):
-                home = tl.load(table_ptr + row * table_b + (last // S) * table_n).to(tl.int64)
-                k_slot = k_ptr + home * k_n + (last % S) * k_s + group * k_g
-                v_slot = v_ptr + home * v_n + (last % S) * v_s + group * v_g
-                k_new_at = k_new_ptr + row * kn_b + group * kn_g
-                tl.store(k_slot + d, _rotated(k_new_at, d, d_live, angle_at, HALF), mask=d_live)
-                v_new = tl.load(v_new_ptr + row * vn_b + group * vn_g + d, mask=d_live)
-                tl.store(v_slot + d, v_new, mask=d_live)
+                _store_new(
+                    k_ptr, v_ptr, k_new_ptr + row * kn_b + group * kn_g,
+                    v_new_ptr + row * vn_b + group * vn_g, table_at, angle_at, last,
+                    k_n, k_s, v_n, v_s, table_n, D, D_PAD, S, HALF,
+                )  # fmt: skip
                 # This program alone reads them, below: its other threads must see them.
                 tl.debug_barrier()
         else:
             q = tl.load(q_at + d[None, :], mask=q_mask, other=0.0)
-        if WIDEN:
-            q = q.to(tl.float32)
-        m = tl.full([R_PAD], float("-inf"), tl.float32)
-        l = tl.zeros([R_PAD], tl.float32)  # noqa: E741  (the usual name of the softmax sum)
-        acc = tl.zeros([R_PAD, D_PAD], tl.float32)
-        for token in range(start, stop, TILE):
-            n = token + tl.arange(0, TILE)
-            live = n < stop
-            block = tl.load(table_ptr + row * table_b + (n // S) * table_n, mask=live, other=0)
-            block = block.to(tl.int64)
-            # Dead lanes load zeros rather than what the slot holds, which may be NaN.
-            mask = live[:, None]
-            if D != D_PAD:
-                mask = mask & d_live[None, :]
-            k_at = block * k_n + (n % S) * k_s + group * k_g
-            k = tl.load(k_ptr + k_at[:, None] + d[None, :], mask=mask, other=0.0)
-            if WIDEN:
-                k = k.to(tl.float32)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            s = tl.where(live[None, :], s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1))
-            shrink = tl.exp2(m - m_new)
-            p = tl.exp2(s - m_new[:, None])
-            l = l * shrink + tl.sum(p, 1)  # noqa: E741
-            v_at = block * v_n + (n % S) * v_s + group * v_g
-            v = tl.load(v_ptr + v_at[:, None] + d[None, :], mask=mask, other=0.0)
-            acc = acc * shrink[:, None]
-            p = p.to(v.dtype)
-            if WIDEN:
-                p, v = p.to(tl.float32), v.to(tl.float32)
-            acc = tl.dot(p, v, acc, input_precision="ieee")
-            m = m_new
+        m, l, acc = _attend(  # noqa: E741  (the usual name of the softmax sum)
+            q, k_ptr, v_ptr, table_at, start, stop, scale_log2, k_n, k_s, v_n, v_s, table_n,
+            R_PAD, D, D_PAD, S, TILE, WIDEN,
+        )  # fmt: skip
         out_row = row * heads + head
         if context <= SPLIT:
             out = acc / tl.where(l > 0.0, l, 1.0)[:, None]
@@ -200,6 +172,63 @@ def _walk(
             tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=q_mask)
             tl.store(ml_ptr + part, m, mask=head_live)
             tl.store(ml_ptr + l_offset + part, l, mask=head_live)
+
+
+@triton.jit
+def _attend(
+    q, k_ptr, v_ptr, table_at, start, stop, scale_log2, k_n, k_s, v_n, v_s, table_n,
+    R_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
+    TILE: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of one KV head's queries over tokens `start` … `stop`: (m, l, acc)."""
+    d = tl.arange(0, D_PAD)
+    if WIDEN:
+        q = q.to(tl.float32)
+    m = tl.full([R_PAD], float("-inf"), tl.float32)
+    l = tl.zeros([R_PAD], tl.float32)  # noqa: E741
+    acc = tl.zeros([R_PAD, D_PAD], tl.float32)
+    for token in range(start, stop, TILE):
+        n = token + tl.arange(0, TILE)
+        live = n < stop
+        block = tl.load(table_at + (n // S) * table_n, mask=live, other=0).to(tl.int64)
+        # Dead lanes load zeros rather than what the slot holds, which may be NaN.
+        mask = live[:, None]
+        if D != D_PAD:
+            mask = mask & (d < D)[None, :]
+        k_at = block * k_n + (n % S) * k_s
+        k = tl.load(k_ptr + k_at[:, None] + d[None, :], mask=mask, other=0.0)
+        if WIDEN:
+            k = k.to(tl.float32)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        s = tl.where(live[None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        shrink = tl.exp2(m - m_new)
+        p = tl.exp2(s - m_new[:, None])
+        l = l * shrink + tl.sum(p, 1)  # noqa: E741
+        v_at = block * v_n + (n % S) * v_s
+        v = tl.load(v_ptr + v_at[:, None] + d[None, :], mask=mask, other=0.0)
+        acc = acc * shrink[:, None]
+        p = p.to(v.dtype)
+        if WIDEN:
+            p, v = p.to(tl.float32), v.to(tl.float32)
+        acc = tl.dot(p, v, acc, input_precision="ieee")
+        m = m_new
+    return m, l, acc
+
+
+@triton.jit
+def _store_new(
+    k_ptr, v_ptr, k_new_at, v_new_at, table_at, angle_at, last, k_n, k_s, v_n, v_s, table_n,
+    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Writes one KV head of the token at position `last`, its key rotated."""
+    d = tl.arange(0, D_PAD)
+    live = d < D
+    block = tl.load(table_at + (last // S) * table_n).to(tl.int64)
+    k_at = k_ptr + block * k_n + (last % S) * k_s + d
+    v_at = v_ptr + block * v_n + (last % S) * v_s + d
+    tl.store(k_at, _rotated(k_new_at, d, live, angle_at, HALF), mask=live)
+    tl.store(v_at, tl.load(v_new_at + d, mask=live), mask=live)
 
 
 @triton.jit

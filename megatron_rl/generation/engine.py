@@ -61,8 +61,8 @@ class Engine:
 
     Attributes:
         counts: what the last session did.
-        after_step: called by `generate` on every rank of the engine's replica after each step of
-            the session; what it raises ends the generation.
+        after_step: called by `generate` and `serve` on every rank of the engine's replica after
+            each step of the session; what it raises ends the generation.
     """
 
     def __init__(
@@ -115,12 +115,9 @@ class Engine:
                 done[number] = refusal(number, prompt, error)
         if sequences:
             with self._session(sequences, budget) as session:
-                for first, *others in self._samples_of_one_prompt(sequences):
-                    session.add(first, others)
+                self._add(session, sequences)
                 while not session.finished:
-                    done |= {r.request: r for r in session.step()[1]}
-                    if self.after_step is not None:
-                        self.after_step()
+                    done |= self._step(session)
         self._log_counts()
         return [done[number] for number in numbers]
 
@@ -156,21 +153,27 @@ class Engine:
                     more = taken is not None
                     for index in taken or []:
                         mine.append(index)
-                        for first, *others in self._samples_of_one_prompt(made[index]):
-                            session.add(first, others)
-                done |= {r.request: r for r in session.step()[1]}
-                if self.after_step is not None:
-                    self.after_step()
+                        self._add(session, made[index])
+                done |= self._step(session)
         self._log_counts()
         return {index: [done[number] for number in requests[index]] for index in mine}
 
-    def _samples_of_one_prompt(self, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
-        """Neighbours with equal prompts and parameters, which can fork from one prefill."""
+    def _add(self, session: Session, sequences: list[Sequence]) -> None:
+        """Neighbours with equal prompts and parameters fork from one prefill."""
         if not self.settings.share_prefixes:
-            yield from ([s] for s in sequences)
+            for sequence in sequences:
+                session.add(sequence)
             return
         for _, run in groupby(sequences, key=lambda s: (s.tokens, s.sampling)):
-            yield list(run)
+            first, *others = run
+            session.add(first, others)
+
+    def _step(self, session: Session) -> dict[int, Response]:
+        """One step; the responses that it completes, by request."""
+        _, responses = session.step()
+        if self.after_step is not None:
+            self.after_step()
+        return {r.request: r for r in responses}
 
     def stream(
         self, prompt: List[int], sampling: SamplingParams, request: int = 0

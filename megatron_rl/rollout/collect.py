@@ -86,17 +86,10 @@ def collect(
     groups = transition.groups
     share = replica_share(len(prompts), groups, block)
     requests = [[first_request + i * n + s for s in range(n)] for i in range(len(prompts))]
-    at_once = transition.engine.settings.max_running // n
-    if work_list is None or transition.moves_weights or len(prompts) <= at_once * groups.layout.dp:
-        responses = []
-        if share:
-            responses = transition.generate(
-                [prompts[i].token_ids for i in share for _ in range(n)], sampling,
-                requests=[number for i in share for number in requests[i]],
-            )  # fmt: skip
-    else:
-        shares = [replica_share(len(prompts), groups, block, rank=r)
-                  for r in range(groups.layout.dp)]  # fmt: skip
+    at_once, dp, responses = transition.engine.settings.max_running // n, groups.layout.dp, []
+    stays = dp == 1 or transition.moves_weights or len(prompts) <= at_once * dp
+    if work_list is not None and not stays:
+        shares = [replica_share(len(prompts), groups, block, rank=r) for r in range(dp)]
         started = {i for other in shares for i in other[:at_once]}
         todo = WorkList(
             groups, own=share[:at_once], n=n, batch=work_list,
@@ -107,6 +100,11 @@ def collect(
         )
         share = sorted(served)
         responses = [response for i in share for response in served[i]]
+    elif share:
+        responses = transition.generate(
+            [prompts[i].token_ids for i in share for _ in range(n)], sampling,
+            requests=[number for i in share for number in requests[i]],
+        )  # fmt: skip
     mine = [(i, s) for i in share for s in range(n)]
     texts = [tokenizer.decode(r.token_ids) for r in responses]
     return make_batch(
