@@ -1,10 +1,10 @@
 """Decode attention against the memory floor and torch: one table on one GPU.
 
-    python -m megatron_rl.kernels.decode_attention.bench [--sweep]
+    python -m megatron_rl.kernels.decode_attention.bench [--sweep] [--new]
 
 The floor is the KV bytes over the measured copy bandwidth. Peers, both on a dense cache without
 paging: torch's variable-length attention and SDPA. `--sweep` times other schedules and the
-head-major cache.
+head-major cache; `--new` the new token's rotation and write inside, against a launch of its own.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..timing import copy_bandwidth, median_ms
-from . import decode_attention, kernel
+from ..rope_kv_write import rope_kv_write, rope_table
+from ..timing import copy_bandwidth, median_ms, turns
+from . import NewToken, decode_attention, kernel
 
 BLOCK = 16
-L2_BYTES = 60e6
 # heads, KV heads, head dimension, batch, context, tokens the table has room for
 SHAPES = [
     (32, 8, 64, 1, 384, 384), (32, 8, 64, 1, 384, 4096), (32, 8, 64, 64, 256, 4096),
@@ -98,8 +99,7 @@ class Case:
 def cases(shape: tuple[int, ...]) -> list[Case]:
     """Enough copies of one shape that together they leave the L2 cache."""
     first = Case.random(*shape)
-    copies = min(32, int(3 * L2_BYTES // first.kv_bytes) + 1)
-    return [first, *(Case.random(*shape) for _ in range(copies - 1))]
+    return [first, *(Case.random(*shape) for _ in range(turns(first.kv_bytes) - 1))]
 
 
 def attempt(variants: Callable[[], list[Callable[[], Tensor]]]) -> str:
@@ -125,6 +125,36 @@ def table(copy: float) -> None:
             f"| {varlen} | {sdpa} |",
             flush=True,
         )
+
+
+def new_tokens() -> None:
+    """The new token rotated and written by the attention, or by a launch before it."""
+    print("| H | KV | D | B | context | inside us | attention us | + rope_kv_write us |")
+    print("|---" * 8 + "|")
+    for rows in (1, 64, 256):
+        shape = (32, 8, 64, rows, 256, 256)
+        _, groups, dim, _, context, _ = shape
+        angles = rope_table(1e4 ** -(torch.arange(0, dim, 2, device="cuda") / dim), context)
+        position = torch.full((rows,), context - 1, device="cuda")
+        k, v = torch.randn(2, rows, groups, dim, device="cuda", dtype=torch.bfloat16)
+        new, batch = NewToken(k_BGD=k, v_BGD=v, cos_sin_PR=angles), cases(shape)
+
+        def inside(case: Case, new=new) -> Tensor:
+            inputs = (case.q, case.k, case.v, case.table, case.context)
+            return decode_attention(*inputs, case.q.shape[-1] ** -0.5, new=new)
+
+        def apart(case: Case, slots: Tensor, new=new, position=position) -> None:
+            rope_kv_write(
+                case.q, new.k_BGD, new.v_BGD, new.cos_sin_PR, position, case.k, case.v, slots
+            )
+
+        slots = [case.table[:, -1].long() * BLOCK + BLOCK - 1 for case in batch]
+        variants = (
+            [partial(inside, case) for case in batch], [case.ours for case in batch],
+            [partial(apart, case, at) for case, at in zip(batch, slots, strict=True)],
+        )  # fmt: skip
+        times = " | ".join(f"{1e3 * median_ms(calls):.1f}" for calls in variants)
+        print(f"| {' | '.join(map(str, shape[:5]))} | {times} |", flush=True)
 
 
 def sweep(copy: float) -> None:
@@ -156,6 +186,7 @@ def sweep(copy: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true", help="time other schedules and layouts")
+    parser.add_argument("--new", action="store_true", help="time the new token's rotation inside")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     copy = copy_bandwidth()
@@ -163,6 +194,8 @@ def main() -> None:
     table(copy)
     if arguments.sweep:
         sweep(copy)
+    if arguments.new:
+        new_tokens()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..timing import copy_bandwidth, median_ms
+from ..timing import copy_bandwidth, median_ms, turns
 from . import reference, rms_norm
 
 SHAPES = [(1, 2048), (64, 2048), (256, 2048), (256, 4096), (8192, 2048), (8192, 8192)]
@@ -24,7 +24,7 @@ def main() -> None:
     for rows, hidden in SHAPES:
         copies = [
             torch.randn(2, rows, hidden, device="cuda", dtype=torch.bfloat16)
-            for _ in range(1 + int(12e7 / (4 * rows * hidden)) if rows > 256 else 1)
+            for _ in range(turns(4 * rows * hidden) if rows > 256 else 1)
         ]
         weight = torch.randn(hidden, device="cuda", dtype=torch.bfloat16)
         floor = 4 * rows * hidden * 2 / copy * 1e6

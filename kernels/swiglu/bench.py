@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..timing import copy_bandwidth, median_ms
+from ..timing import copy_bandwidth, median_ms, turns
 from . import reference, swiglu
 
 SHAPES = [(1, 8192), (64, 8192), (256, 8192), (256, 14336), (8192, 8192)]
@@ -21,7 +21,7 @@ def main() -> None:
     for rows, width in SHAPES:
         sources = [
             torch.randn(rows, 2 * width, device="cuda", dtype=torch.bfloat16)
-            for _ in range(1 + int(12e7 / (4 * rows * width)) if rows > 256 else 1)
+            for _ in range(turns(4 * rows * width) if rows > 256 else 1)
         ]
         floor = 6 * rows * width / copy * 1e6
         ours = 1e3 * median_ms([lambda x=x: swiglu(x) for x in sources])

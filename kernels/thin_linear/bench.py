@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..rms_norm import rms_norm
 from ..swiglu import swiglu
-from ..timing import copy_bandwidth, median_ms
+from ..timing import copy_bandwidth, median_ms, turns
 from . import Norm, kernel
 
 # name, inputs, weight rows, with norm, gated: the layers of Llama 3.2 1 B and Llama 3.1 8 B
@@ -31,10 +31,9 @@ def main() -> None:
     print("| layer | B | floor us | ours us | of floor | best schedule | us | separate calls us |")
     print("|---|---|---|---|---|---|---|---|")
     for name, inputs, outputs, with_norm, gated in LAYERS:
-        # More weights than the cache holds, in turn.
-        copies = 1 + int(2e8 / (2 * inputs * outputs))
         weights = [
-            torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(copies)
+            torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+            for _ in range(turns(2 * inputs * outputs))
         ]
         norm_weight = torch.randn(inputs, device="cuda", dtype=torch.bfloat16)
         for rows in (1, 2, 4):

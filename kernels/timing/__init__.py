@@ -9,6 +9,7 @@ import torch
 # Calls per graph: enough that a replay's own launch is lost in their time.
 CALLS_PER_GRAPH = 24
 REPEATS = 11
+L2_BYTES = 60e6
 
 
 def median_ms(variants: Sequence[Callable[[], object]]) -> float:
@@ -26,6 +27,12 @@ def median_ms(variants: Sequence[Callable[[], object]]) -> float:
         graph.replay()
     marks[-1].record()
     return _median_gap_ms(marks) / (rounds * len(variants))
+
+
+def turns(nbytes: int) -> int:
+    """How many buffers of this size have to take turns to leave the L2 cache: three times its size
+    together, 32 at most."""
+    return min(32, 1 + int(3 * L2_BYTES // nbytes))
 
 
 def copy_bandwidth(gigabytes: float = 4.0) -> float:
