@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
@@ -54,6 +55,14 @@ def test_terminal_shows_the_phase_and_the_progress():
         console.progress.refresh()
         console.step(3, METRICS)
         console.close()
-        shown = os.read(ours, 65536).decode()
-    os.close(ours)
+    shown = _rest_of(ours)
     assert "update actor" in shown and "2/4" in shown and "3/4" in shown and "step 3/4" in shown
+
+
+def _rest_of(terminal: int) -> str:
+    """What the other end wrote before it closed; one read may return only a part of it."""
+    parts = []
+    with os.fdopen(terminal, "rb", buffering=0) as stream, contextlib.suppress(OSError):
+        while part := stream.read(65536):  # Linux reports the closed end as an input/output error
+            parts.append(part)
+    return b"".join(parts).decode()
