@@ -114,7 +114,8 @@ def ours(model: ParallelModel, options: argparse.Namespace, lengths: list[int]) 
     )  # fmt: skip
     engine = Engine(model, settings)
     draw = random.Random(0)
-    prompts = [[draw.randrange(5, 1000) for _ in range(options.prompt)] for _ in lengths]
+    ids = range(5, min(1000, model.arch.vocab))
+    prompts = [draw.choices(ids, k=options.prompt) for _ in lengths]
     sampling = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths]
     rates, steady, marks = [], [], []
     engine.after_step = lambda: marks.append(time.perf_counter())
