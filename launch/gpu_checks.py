@@ -75,9 +75,9 @@ def bench(name: str, seconds: int, arguments: str, *, gpus: int = 1, small: str 
     return Part(name, seconds, command, gpus, reduced)
 
 
-def kernel(name: str, seconds: int, arguments: str = "") -> Part:
+def kernel(name: str, seconds: int, arguments: str = "", *, suffix: str = "") -> Part:
     return bench(
-        f"kernel-{name.replace('_', '-')}", seconds,
+        f"kernel-{name.replace('_', '-')}{suffix}", seconds,
         f"-m megatron_rl.kernels.{name}.bench {arguments}",
     )  # fmt: skip
 
@@ -98,6 +98,7 @@ PARTS = (
                 "--batch 4 --new 8"),
     kernel("decode_attention", 60, "--new"),
     kernel("int8_allreduce", 150, "--sizes 26 28 30 --path"),
+    kernel("int8_allreduce", 120, "--sizes 30 --sweep", suffix="-sweep"),
     kernel("reshard", 120, "--peer"),
     kernel("rms_norm", 20),
     kernel("rope_kv_write", 20),
@@ -191,10 +192,10 @@ def last_line(log: Path) -> str:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    rows = [f"{'part':24} {'exit':>7} {'seconds':>8}  last line"]
+    rows = [f"{'part':28} {'exit':>7} {'seconds':>8}  last line"]
     for done in outcomes:
         status = {None: "skipped", TIMED_OUT: "time"}.get(done.status, str(done.status))
-        rows.append(f"{done.name:24} {status:>7} {done.seconds:8.0f}  {done.last_line[:110]}")
+        rows.append(f"{done.name:28} {status:>7} {done.seconds:8.0f}  {done.last_line[:110]}")
     return "\n".join(rows)
 
 
@@ -204,7 +205,7 @@ def show_plan(parts: Sequence[Part], budget: float, gpus: int, small: bool) -> N
         why = refusal(part, left=left, gpus=gpus, small=small)
         left -= 0 if why else part.seconds
         command = shlex.join(part.command(small and part.small is not None)[1:])
-        print(f"{part.name:24} {part.seconds:5} s  {f'skipped: {why}' if why else command}")
+        print(f"{part.name:28} {part.seconds:5} s  {f'skipped: {why}' if why else command}")
 
 
 def device_count() -> int:

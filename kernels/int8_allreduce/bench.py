@@ -10,6 +10,7 @@ the same maths, and where they are installed bitsandbytes' block-wise 8-bit and 
 The last column is a plain copy of as many bytes, which small sizes slow down too.
 
 ``--path`` prints the whole arithmetic of 8 ranks on this GPU, next to a bf16 sum of 8 gradients.
+``--sweep`` times the schedules of the two Triton kernels that miss the goal, see `sweep`, instead.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from ..timing import copy_bandwidth, median_ms
 from . import num_blocks, reference, select_backend
+from .sweep import print_sweep
 
 BLOCK = 256
 RANKS = 8
@@ -239,8 +241,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[20, 22, 24, 26, 28, 30])
     parser.add_argument("--path", action="store_true")
+    parser.add_argument("--sweep", action="store_true", help="other schedules, bits checked")
     options = parser.parse_args()
     bandwidth = copy_bandwidth()
+    if options.sweep:
+        print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+        return print_sweep(CASES, options.sizes, bandwidth)
     print_table(options.sizes, bandwidth)
     for name, milliseconds in peer_times(1 << 28).items():
         print(f"{name:26}{'2^28':>8}{milliseconds:18.4f}")

@@ -3,21 +3,30 @@
 Suffixes: R rows, C columns, K blocks of a row, N ranks.
 """
 
-
+from functools import partial
 
 import pytest
 import torch
 
 from megatron_rl.kernels import int8_allreduce as int8
+from megatron_rl.kernels.int8_allreduce.kernel import Schedule
+from megatron_rl.kernels.int8_allreduce.sweep import schedules, wrong_schedules
 
 DTYPES = [torch.float32, torch.bfloat16]
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-BACKENDS = ["cpp", "triton", "torch", pytest.param("cuda", marks=NEEDS_GPU)]
+OTHER_FORMS = "triton, other forms"
+BACKENDS = ["cpp", "triton", OTHER_FORMS, "torch", pytest.param("cuda", marks=NEEDS_GPU)]
 
 
 def backend_on(name: str) -> tuple[int8.Backend, str]:
     device = "cuda" if torch.cuda.is_available() and name != "cpp" else "cpu"
-    return int8.select_backend(device, name), device
+    backend = int8.select_backend(device, name.partition(",")[0])
+    if name == OTHER_FORMS:
+        form = Schedule(
+            tile_values=1024, shared_reciprocal=True, bytes_as_floats=True, streaming=True
+        )
+        backend = int8.Backend(name, *(partial(f, schedule=form) for f in backend[1:]))
+    return backend, device
 
 
 def adversarial(rows: int, columns: int) -> torch.Tensor:
@@ -28,7 +37,8 @@ def adversarial(rows: int, columns: int) -> torch.Tensor:
     x = torch.where(kind == 1, torch.randint(-254, 255, (rows, columns)) / 2.0, x)
     x[:, columns // 3 : columns // 2] = 0
     ties = x[:, columns // 2 : columns * 3 // 4]
-    ties.copy_(torch.randint(-254, 255, ties.shape) / 2.0)
+    # Of a scale with all its digits: quotients next to ties, where a wrong last bit shows.
+    ties.copy_(torch.randint(-254, 255, ties.shape) / 2.0 * (0.5 + torch.rand(())))
     x[0, -1] = torch.finfo(torch.float32).max
     return x
 
@@ -167,3 +177,14 @@ def test_bad_choices_are_refused():
         int8.check_block_size(100)
     with pytest.raises(ValueError, match="choose one of cuda, triton"):
         int8.select_backend("cpu", "fast")
+
+
+def test_every_schedule_has_the_same_bits():
+    def all_on_a_gpu(*, with_conversion: bool) -> list[Schedule]:
+        found = list(schedules(with_conversion=with_conversion))
+        if torch.cuda.is_available():
+            return found
+        return [s for s in found if (s.tile_values, s.warps) == (4096, 8) and not s.streaming]
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert not wrong_schedules(device, all_on_a_gpu)
