@@ -35,9 +35,9 @@ def sample_shard(
         kept_TV = scaled_TV.masked_fill(logits_TV < threshold_T[:, None], -torch.inf)
         kept_lse_T = kept_TV.logsumexp(-1)
     ids_V = torch.arange(vocab_start, vocab_start + real, device=logits_TV.device)
-    noise_TV = gumbel(noise_bits(stream_T, position_T, ids_V))
-    value_TV = torch.where(noisy_T1, kept_TV + noise_TV, kept_TV)
-    value_T, column_T = value_TV.masked_fill_(value_TV.isnan(), -torch.inf).max(-1)
+    value_TV = gumbel(noise_bits(stream_T, position_T, ids_V)).mul_(noisy_T1).add_(kept_TV)
+    # A NaN is never drawn.
+    value_T, column_T = value_TV.nan_to_num_(-torch.inf, torch.inf, -torch.inf).max(-1)
     found_T = value_T > -torch.inf
     id_T = torch.where(found_T, column_T + vocab_start, -1).float()
     scaled_T = torch.where(found_T, scaled_TV.gather(1, column_T[:, None]).squeeze(1), -torch.inf)

@@ -81,6 +81,7 @@ class AttentionBatch(PackedSeqParams):
     cache: PagedCache | None = None
     _rotary: tuple[Tensor, Tensor] | None = None
     _padding: tuple[Tensor, Tensor] | None = None
+    _context: tuple[Tensor, Tensor] | None = None
 
     def rotary(self, inv_freq_D: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin `[T, 1, D]` in fp32, computed once per batch and shared by all layers."""
@@ -107,6 +108,26 @@ class AttentionBatch(PackedSeqParams):
             gather_BL = torch.where(real_BL, starts_B[:, None] + offset_L[None], 0)
             self._padding = gather_BL, real_BL.flatten().nonzero().squeeze(1)
         return self._padding
+
+    def context_grid(self, block_size: int, window: int | None) -> tuple[Tensor, Tensor]:
+        """What plain torch reads of the paged cache, computed once per batch for all layers.
+
+        Query i of a sequence with n new tokens and c tokens of context sits at position c − n + i.
+
+        Returns:
+            Block numbers int64 `[B, N]`, and bool `[B, 1, L, K]`: which of their K tokens each new
+            token attends to.
+        """
+        if self._context is None:
+            cache, device = self.cache, self.positions_T.device
+            blocks = -(-cache.max_context // block_size)
+            table_BN = cache.block_table_BN[:, :blocks].clamp(min=0).long()
+            first_B = cache.context_B - self.cu_seqlens_B1.diff()
+            query_BL = first_B[:, None] + torch.arange(max(self.lengths), device=device)
+            key_K = torch.arange(table_BN.shape[1] * block_size, device=device)
+            mask_BLK = _visible(query_BL[:, :, None], key_K, window)
+            self._context = table_BN, mask_BLK[:, None]
+        return self._context
 
 
 def inverse_frequencies(head_dim: int, rope: Rope) -> Tensor:
@@ -234,31 +255,31 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """Attention of new tokens over the paged cache, any mix of prefill chunks and decode rows.
 
-    The plain path: gathers each sequence's blocks into a grid. Query i of a sequence with n new
-    tokens and c tokens of context sits at position c − n + i.
+    The plain path: gathers each sequence's blocks into a grid.
 
     Returns:
         `[T, H, D]`; padding rows are zero.
     """
-    cache = batch.cache
-    block_size, groups = key_cache.shape[1], key_cache.shape[2]
-    blocks = -(-cache.max_context // block_size)
-    table_BN = cache.block_table_BN[:, :blocks].clamp(min=0).long()
-    k_BKGD = key_cache[table_BN].flatten(1, 2)
-    v_BKGD = value_cache[table_BN].flatten(1, 2)
-    gather_BL, scatter_T = batch.padding()
-    q_BHLD = q_THD[gather_BL].transpose(1, 2)
-    repeat = q_BHLD.shape[1] // groups
-    k = k_BKGD.transpose(1, 2).repeat_interleave(repeat, dim=1)
-    v = v_BKGD.transpose(1, 2).repeat_interleave(repeat, dim=1)
-    new_B = batch.cu_seqlens_B1.diff()
-    query_pos_BL = (cache.context_B - new_B)[:, None] + torch.arange(
-        gather_BL.shape[1], device=q_THD.device
+    table_BN, mask_B1LK = batch.context_grid(key_cache.shape[1], window)
+    blocks_M = table_BN.flatten()
+    k, v = (
+        x.index_select(0, blocks_M).view(len(table_BN), -1, *x.shape[2:]).transpose(1, 2)
+        for x in (key_cache, value_cache)
     )
-    key_pos_K = torch.arange(k.shape[2], device=q_THD.device)
-    mask_BLK = _visible(query_pos_BL[:, :, None], key_pos_K, window)
-    out = F.scaled_dot_product_attention(q_BHLD, k, v, attn_mask=mask_BLK[:, None], scale=scale)
-    out_XHD = out.transpose(1, 2).flatten(0, 1)[scatter_T]
+    one_each = len(batch.lengths) == len(q_THD)  # then the stream is the grid
+    gather_BL, scatter_T = (None, None) if one_each else batch.padding()
+    q_BHLD = (q_THD[:, None] if one_each else q_THD[gather_BL]).transpose(1, 2)
+    on_cpu = not q_THD.is_cuda  # there torch's fused attention takes fewer KV heads as they are
+    if not on_cpu:
+        repeat = q_BHLD.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    out = F.scaled_dot_product_attention(
+        q_BHLD, k, v, attn_mask=mask_B1LK, scale=scale, enable_gqa=on_cpu
+    )
+    out_XHD = out.transpose(1, 2).flatten(0, 1)
+    if one_each:
+        return out_XHD
+    out_XHD = out_XHD[scatter_T]
     missing = len(q_THD) - len(out_XHD)
     return F.pad(out_XHD, (0, 0, 0, 0, 0, missing)) if missing else out_XHD
 

@@ -26,6 +26,8 @@ from megatron_rl.models.heads import vocabulary_logits
 
 # Rows up to which the thin layer beats the matrix library (LOG.md); the kernel takes more.
 THIN_ROWS = 1
+# Rows up to which a CPU's matrix library is faster with the weights as the left factor.
+LEFT_ROWS = 64
 
 
 @torch.no_grad()
@@ -61,11 +63,32 @@ def stage_forward(
         x, residual = (y.index_select(0, batch.rows_N) for y in (x, residual))
     norm = chunk.decoder.final_layernorm
     x, _ = rms_norm(x, norm.weight, norm.eps, residual)
-    return vocabulary_logits(x, chunk.head_weight())
+    weight = chunk.head_weight()
+    if _weights_left(x, weight):
+        return _linear(x, weight).contiguous()
+    return vocabulary_logits(x, weight)
 
 
 def _thin(x_TE: Tensor) -> bool:
     return len(x_TE) <= THIN_ROWS and use_triton("thin_linear", x_TE)
+
+
+def _weights_left(x_TE: Tensor, weight: Tensor) -> bool:
+    few = not x_TE.is_cuda and weight.dtype == torch.float32 and 1 < len(x_TE) <= LEFT_ROWS
+    return few and not use_triton("thin_linear", x_TE)  # our kernels want dense rows
+
+
+def _linear(x_TE: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x · weightᵀ + bias`.
+
+    On a CPU with two threads, MKL takes half the time for `weight · xᵀ` of few rows (LOG.md). The
+    result is then a transposed view; element by element and in the next product that costs nothing.
+    """
+    if not _weights_left(x_TE, weight):
+        return F.linear(x_TE, weight, bias)
+    if bias is None:
+        return torch.mm(weight, x_TE.t()).t()
+    return torch.addmm(bias[:, None], weight, x_TE.t()).t()
 
 
 def _normed_linear(
@@ -79,13 +102,13 @@ def _normed_linear(
         before = Norm(weight_K=norm.weight, eps=norm.eps, residual_BK=residual_TE)
         return thin_linear(x_TE, linear.weight, bias, norm=before, gated=gated)
     x_TE, residual_TE = rms_norm(x_TE, norm.weight, norm.eps, residual_TE)
-    y = F.linear(x_TE, linear.weight, bias)
+    y = _linear(x_TE, linear.weight, bias)
     return swiglu(y) if gated else y, residual_TE
 
 
 def _reducing_linear(linear: torch.nn.Module, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
     """A row-parallel layer."""
-    y_TE = thin_linear(x, linear.weight)[0] if _thin(x) else F.linear(x, linear.weight)
+    y_TE = thin_linear(x, linear.weight)[0] if _thin(x) else _linear(x, linear.weight)
     if tp.size() > 1:
         dist.all_reduce(y_TE, group=tp)
     return y_TE
