@@ -66,7 +66,8 @@ def read_model(config: Config, role: str, folder: Path) -> ModelFolder:
     try:
         model = open_model(folder, role, full_precision=config.training.dtype == "fp32")
         model.architecture.check_layout(
-            tp=layout.tp, pp=layout.pp, vpp=layout.vpp, name=f"the {role} ({folder})"
+            tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep,
+            name=f"the {role} ({folder})",
         )
         model.check()
     except (ValueError, OSError) as error:

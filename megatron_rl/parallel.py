@@ -24,6 +24,9 @@ class Layout:
 
     Rank r sits at tp = r mod tp, dp = (r // tp) mod dp, pp = r // (tp·dp).
 
+    `ep` parts of each tensor group hold whole experts (of a mixture of experts): ranks of a part
+    follow one another and share its experts' feed-forward size.
+
     With strides above one the layout is laid over a wider one of tp·tp_stride × pp·pp_stride: its
     tensor groups take every `tp_stride`-th rank and its pipelines every `pp_stride`-th stage, so
     that tp_stride·pp_stride replicas stand inside each replica of the wider layout, numbered one
@@ -37,17 +40,24 @@ class Layout:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    ep: int = 1
     tp_stride: int = 1
     pp_stride: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "tp", "pp", "vpp", "tp_stride", "pp_stride"):
+        for name in ("world_size", "tp", "pp", "vpp", "ep", "tp_stride", "pp_stride"):
             if getattr(self, name) < 1:
                 raise ValueError(f"parallel.{name} is {getattr(self, name)}: it must be at least 1")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
                 f"parallel.vpp is {self.vpp} with parallel.pp 1: virtual stages need pp of 2 or "
                 "more; set parallel.vpp=1 or raise parallel.pp"
+            )
+        if self.tp % self.ep:
+            raise ValueError(
+                f"parallel.ep is {self.ep} with parallel.tp {self.tp}: experts are spread over the "
+                f"ranks of a tensor parallel group, so ep must divide tp; use one of "
+                f"{_divisors(self.tp)}, or raise parallel.tp"
             )
         if self.world_size % (self.tp * self.pp * self.inner_replicas):
             fits = sorted(
@@ -129,6 +139,18 @@ class Layout:
         return [sorted({ranks[0], ranks[-1]}) for ranks in self.group_ranks({"pp"})]
 
 
+    def expert_ranks(self) -> list[list[int]]:
+        """Groups over which the experts of a tensor group are spread: one rank of each part."""
+        slices = self.tp // self.ep
+        return [g[i::slices] for g in self.group_ranks({"tp"}) for i in range(slices)]
+
+    def expert_slice_ranks(self) -> list[list[int]]:
+        """Groups that share the feed-forward size of the same experts."""
+        slices = self.tp // self.ep
+        return [
+            g[i : i + slices] for g in self.group_ranks({"tp"}) for i in range(0, self.tp, slices)
+        ]
+
     def inner_groups(self) -> list[list[int]]:
         """Ranks that hold the same part of the model inside one replica of the wider layout, in
         the order of their replicas."""
@@ -209,6 +231,9 @@ class ParallelGroups:
     pp: dist.ProcessGroup = field(init=False)
     model: dist.ProcessGroup = field(init=False)
     embedding: dist.ProcessGroup = field(init=False)
+    expert: dist.ProcessGroup = field(init=False)
+    expert_slice: dist.ProcessGroup = field(init=False)
+    replica_of_stage: dist.ProcessGroup = field(init=False)
     single: dist.ProcessGroup = field(init=False)
     world: dist.ProcessGroup = field(init=False)
 
@@ -224,6 +249,9 @@ class ParallelGroups:
         self.model = group_of(layout.group_ranks({"tp", "pp"}))
         self.embedding = group_of(layout.embedding_ranks()) or self.single_rank_group()
         self.single = self.single_rank_group()
+        self.expert = group_of(layout.expert_ranks())
+        self.expert_slice = group_of(layout.expert_slice_ranks())
+        self.replica_of_stage = group_of(layout.group_ranks({"tp", "dp"}))
         self.world = group_of([list(range(layout.world_size))])
         for create in (self.control, self.pipeline_control, self.data_control):
             create()
@@ -276,12 +304,17 @@ class ParallelGroups:
         return dist.get_global_rank(self.pp, stage)
 
     def collection(self):
-        """These groups as Megatron-Core's `ProcessGroupCollection` (CP and EP are of size one)."""
+        """These groups as Megatron-Core's `ProcessGroupCollection` (CP is of size one).
+
+        Experts are data parallel over the same ranks as all else, since a tensor group holds each
+        of them once.
+        """
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         return ProcessGroupCollection(
             tp=self.tp, pp=self.pp, mp=self.model, embd=self.embedding, pos_embd=self.single,
-            cp=self.single, tp_cp=self.tp, ep=self.single, expt_tp=self.tp, tp_ep=self.tp,
+            cp=self.single, tp_cp=self.tp, ep=self.expert, expt_tp=self.expert_slice,
+            tp_ep=self.tp, tp_dp_cp=self.replica_of_stage,
             tp_ep_pp=self.model, dp=self.dp, dp_cp=self.dp, expt_dp=self.dp, intra_dp_cp=self.dp,
             intra_expt_dp=self.dp, intra_dist_opt=self.world, hcp=[],
         )  # fmt: skip
@@ -304,5 +337,5 @@ def seed_model_parallel(seed: int, groups: ParallelGroups) -> None:
 
     tensor_parallel.model_parallel_cuda_manual_seed(
         seed + 100 * groups.pp_rank,
-        tp_rank=groups.tp_rank, ep_rank=0, etp_rank=groups.tp_rank,
+        tp_rank=groups.tp_rank, ep_rank=groups.expert.rank(), etp_rank=groups.expert_slice.rank(),
     )  # fmt: skip

@@ -133,7 +133,9 @@ def _groups_by_role(
     by_role = {}
     for role in inputs.architectures:
         own = config.role_parallel(role)
-        layout = Layout(world_size=world_size, tp=own.tp, pp=own.pp, vpp=own.vpp)
+        layout = Layout(
+            world_size=world_size, tp=own.tp, pp=own.pp, vpp=own.vpp, ep=own.ep
+        )
         if layout not in made:
             made[layout] = ParallelGroups(layout=layout)
         by_role[role] = made[layout]

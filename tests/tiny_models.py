@@ -34,7 +34,17 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}),
-}
+    "mixtral": (
+        "Mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None,
+         "tie_word_embeddings": False},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+         "norm_topk_prob": True, "tie_word_embeddings": False},
+    ),
+}  # fmt: skip
 
 # The same families with the other choice of tied embeddings, KV heads or rope scaling.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,6 +58,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_tied": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
     "qwen25": ("Qwen2", {"tie_word_embeddings": False}),
     "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe_tied": (
+        "Qwen3Moe",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+         "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
 }  # fmt: skip
 
 

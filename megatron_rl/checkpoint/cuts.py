@@ -15,7 +15,16 @@ from math import prod
 
 from torch import Tensor
 
-from megatron_rl.convert.names import Columns, GateUp, QueryKeyValue, Replicated, Rule, Vocabulary
+from megatron_rl.convert.names import (
+    Columns,
+    ExpertDown,
+    ExpertGateUp,
+    GateUp,
+    QueryKeyValue,
+    Replicated,
+    Rule,
+    Vocabulary,
+)
 from megatron_rl.models.families import Architecture
 
 
@@ -76,6 +85,12 @@ def cut_of(
             size = arch.vocab
         case QueryKeyValue():
             size = arch.kv_heads * (arch.heads_per_group + 2) * arch.head_dim
+        case ExpertGateUp() | ExpertDown():
+            halves = 2 if isinstance(rule, ExpertGateUp) else 1
+            size = arch.experts.count * halves * arch.ffn
+            experts, rows, first = rule.experts_of(arch, tp, rank)
+            blocks = range(halves * experts.start, halves * experts.stop)
+            starts = [(i * rows, b * arch.ffn + first, rows) for i, b in enumerate(blocks)]
         case Columns():
             size = arch.heads * arch.head_dim if rule.heads else arch.ffn
     if isinstance(rule, Vocabulary | QueryKeyValue | Columns):

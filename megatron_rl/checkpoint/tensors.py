@@ -73,7 +73,7 @@ def _places(model: ParallelModel) -> Iterator[_Place]:
     written.
     """
     layout, groups = model.groups.layout, model.groups
-    rules = all_rules(model.arch, head=model.head)
+    rules = all_rules(model.arch, head=model.head, ep=layout.ep)
     written = [0] * layout.dp
     for name, parameter in model.named_parameters():
         cut = cut_of(

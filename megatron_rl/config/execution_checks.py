@@ -38,6 +38,10 @@ def _check_layout(config: Config) -> None:
         if layout.vpp > 1 and layout.pp == 1:
             rule = f"virtual stages need a pipeline, and {prefix}.pp is 1"
             refuse(f"{prefix}.vpp", layout.vpp, rule, f"set {prefix}.pp > 1 or {prefix}.vpp=1")
+        if layout.tp % layout.ep:
+            rule = f"experts are spread over the {layout.tp} ranks of a tensor parallel group"
+            fits = [ep for ep in range(1, layout.tp + 1) if layout.tp % ep == 0]
+            refuse(f"{prefix}.ep", layout.ep, rule, f"use one of {fits} or raise {prefix}.tp")
     parallel = config.parallel
     if parallel.sp and parallel.tp == 1:
         rule = "sequence parallelism splits over tensor parallel ranks, and parallel.tp is 1"

@@ -18,6 +18,8 @@ class RoleParallel:
     """Pipeline parallel size of this model."""
     vpp: int = setting(1, at_least=1)
     """Virtual pipeline stages per rank of this model; 1 means none."""
+    ep: int = setting(1, at_least=1)
+    """Expert parallel size of this model, see parallel.ep."""
 
 
 @dataclass(**SECTION)
@@ -101,7 +103,7 @@ class ParallelSettings:
     cp: int = setting(1, at_least=1)
     """Context parallel size."""
     ep: int = setting(1, at_least=1)
-    """Expert parallel size."""
+    """Expert parallel size: parts of a tensor parallel group that hold whole experts."""
     sp: bool = setting(False)
     """Sequence parallelism: norms and dropouts split over the sequence; needs tp > 1."""
     overlap_grad_reduce: bool = setting(False)

@@ -33,7 +33,6 @@ def _is(*refused: str) -> Predicate:
 
 NOT_YET: dict[str, tuple[Predicate, str]] = {
     "parallel.cp": (_more_than_one, "context parallelism"),
-    "parallel.ep": (_more_than_one, "expert parallelism"),
     "model.reference.ranks": (
         _is_given,
         "a reference model on some of the ranks. One program runs on all of them, and these ranks "

@@ -147,7 +147,7 @@ class Config:
         """Layout of one model: its own, or the section `parallel`."""
         shared = self.parallel
         own = self.role(name).parallel
-        return own or RoleParallel(tp=shared.tp, pp=shared.pp, vpp=shared.vpp)
+        return own or RoleParallel(tp=shared.tp, pp=shared.pp, vpp=shared.vpp, ep=shared.ep)
 
     @property
     def has_critic(self) -> bool:

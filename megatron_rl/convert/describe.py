@@ -47,9 +47,12 @@ def facts(kind: Kind, folder: ModelFolder) -> dict[str, str]:
 
 
 def _shape(arch: Architecture) -> str:
+    experts = ""
+    if arch.experts is not None:
+        experts = f"{arch.experts.per_token} of {arch.experts.count} experts with "
     return (
         f"{arch.layers} layers, hidden {arch.hidden}, {arch.heads} heads, {arch.kv_heads} KV heads "
-        f"of {arch.head_dim}, feed-forward {arch.ffn}, vocabulary {arch.vocab:,}"
+        f"of {arch.head_dim}, {experts}feed-forward {arch.ffn}, vocabulary {arch.vocab:,}"
     )
 
 

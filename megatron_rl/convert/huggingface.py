@@ -26,7 +26,7 @@ from megatron_rl.convert.model_folder import (
     listing,
     stored_rules,
 )
-from megatron_rl.convert.names import Rule, all_rules
+from megatron_rl.convert.names import Rule, all_rules, at_ep, whole_shape
 from megatron_rl.convert.staging import carry_out
 from megatron_rl.models.families import read_architecture
 from megatron_rl.models.gpt import DTYPES, ParallelModel
@@ -128,14 +128,15 @@ class HuggingFaceFolder:
         """See `ModelFolder`; the parts of a fused tensor stand one after the other."""
         found = {}
         for name, rule in self._rules.items():
-            parts = [self.weights.info(n) for n in rule.hf]
-            shape = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
-            found[name] = TensorInfo(shape=shape, dtype=parts[0].dtype)
+            shape = whole_shape(rule, self.architecture)
+            found[name] = TensorInfo(shape=shape, dtype=self.weights.info(rule.hf[0]).dtype)
         return found
 
-    def read_into(self, name: str, out: Tensor, *, tp: int = 1, rank: int = 0) -> None:
+    def read_into(
+        self, name: str, out: Tensor, *, tp: int = 1, rank: int = 0, ep: int = 1
+    ) -> None:
         """See `ModelFolder`; reads only the slices that make up the part."""
-        shard = self._rules[name].shard(self.weights, self.architecture, tp, rank)
+        shard = at_ep(self._rules[name], ep).shard(self.weights, self.architecture, tp, rank)
         assert shard.shape == out.shape, (name, shard.shape, out.shape)
         out.copy_(shard)
 
@@ -192,7 +193,7 @@ def gathered_tensors(
         return
     mine = dict(model.named_parameters())
     seen: set[str] = set()
-    for name, rule in all_rules(arch, head=model.head).items():
+    for name, rule in all_rules(arch, head=model.head, ep=groups.layout.ep).items():
         if seen.issuperset(rule.hf) or (only or name) != name:
             continue
         seen.update(rule.hf)

@@ -24,7 +24,7 @@ def load_weights(model: ParallelModel, folder: ModelFolder, *, show: bool = Fals
         show: a progress bar.
     """
     start = time.perf_counter()
-    tp, rank = model.groups.layout.tp, model.groups.tp_rank
+    layout, rank = model.groups.layout, model.groups.tp_rank
     stored = folder.tensors()
     parameters = dict(model.named_parameters())
     total = sum(p.nbytes for p in parameters.values())
@@ -34,7 +34,9 @@ def load_weights(model: ParallelModel, folder: ModelFolder, *, show: bool = Fals
             tied = name == OUTPUT_WEIGHT and model.head == "lm" and model.arch.tied
             name = EMBEDDING if tied else name
             if name in stored:
-                folder.read_into(name, parameter.data, tp=tp, rank=rank)
+                folder.read_into(
+                    name, parameter.data, tp=layout.tp, rank=rank, ep=layout.ep
+                )
             else:
                 assert name.startswith("output_layer.") and model.head == "value", name
                 parameter.zero_()

@@ -43,9 +43,10 @@ from megatron_rl.convert.model_folder import (
     stored_rules,
     whole,
 )
+from megatron_rl.convert.names import at_ep
 from megatron_rl.convert.staging import Advance, PlannedFile
 from megatron_rl.convert.torch_dist import TorchDistFolder, TorchDistPlan
-from megatron_rl.models.families import Architecture, Rope
+from megatron_rl.models.families import Architecture, Experts, Rope
 
 _MAIN = "optimizer.main_param"
 
@@ -172,9 +173,11 @@ class MegatronFolder:
         """See `ModelFolder`."""
         return {name: self._tensors.tensors[self._key(name)] for name in self._rules}
 
-    def read_into(self, name: str, out: Tensor, *, tp: int = 1, rank: int = 0) -> None:
+    def read_into(
+        self, name: str, out: Tensor, *, tp: int = 1, rank: int = 0, ep: int = 1
+    ) -> None:
         """See `ModelFolder`; opens only the files that hold the part."""
-        rule = self._rules[name]
+        rule = at_ep(self._rules[name], ep)
         cut = cut_of(rule, self.architecture, tuple(out.shape), tp=tp, rank=rank)
         if cut.padded:
             out.zero_()
@@ -223,7 +226,9 @@ def _size(path: Path) -> int | None:
 
 def _architecture(record: dict[str, Any], folder: Path) -> Architecture:
     try:
-        return Architecture(**{**record, "rope": Rope(**record["rope"])})
+        experts = record.get("experts")
+        parts = {"rope": Rope(**record["rope"]), "experts": experts and Experts(**experts)}
+        return Architecture(**(record | parts))
     except (TypeError, KeyError) as error:
         raise ValueError(
             f"{folder / STATE} describes an architecture that this version does not know "

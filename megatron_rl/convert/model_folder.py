@@ -67,10 +67,13 @@ class ModelFolder(Protocol):
     def tensors(self) -> dict[str, TensorInfo]:
         """Whole tensors by Megatron name, in the order of the model; a fresh head is left out."""
 
-    def read_into(self, name: str, out: Tensor, *, tp: int = 1, rank: int = 0) -> None:
+    def read_into(
+        self, name: str, out: Tensor, *, tp: int = 1, rank: int = 0, ep: int = 1
+    ) -> None:
         """Fills `out` with the part of tensor parallel rank `rank` of `tp`, padding included.
 
         Args:
+            ep: parts of the tensor parallel group that experts are spread over.
             out: contiguous, of the part's shape, any dtype and device.
         """
 

@@ -5,13 +5,15 @@ and how the ranks' parameters make up those tensors again (`merge`). Padding (wh
 heads, zero vocabulary rows) appears in `shard` and disappears in `merge`.
 
 Layouts: `linear_qkv` holds, per KV group, its query heads, then its key, then its value rows;
-`linear_fc1` on rank r holds [gate_r; up_r].
+`linear_fc1` on rank r holds [gate_r; up_r]. The experts of a layer are one parameter for the first
+and one for the second product; a tensor parallel group of tp ranks holds each expert once: `ep`
+parts of whole experts, each cut over tp/ep ranks (see models/experts.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -158,7 +160,84 @@ class GateUp:
         }
 
 
-Rule = Replicated | Vocabulary | QueryKeyValue | Columns | GateUp
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OfExperts:
+    """A parameter that holds a matrix of every expert of the rank, one below the other.
+
+    `hf` names the tensors of expert 0, then those of expert 1, …
+    """
+
+    hf: tuple[str, ...]
+    ep: int = 1
+
+    def experts_of(self, arch: Architecture, tp: int, rank: int) -> tuple[range, int, int]:
+        """The whole experts of a rank, and its slice of each: how many rows, from which on."""
+        part, slice_ = divmod(rank, tp // self.ep)
+        count, rows = arch.experts.count // self.ep, arch.ffn // (tp // self.ep)
+        return range(part * count, (part + 1) * count), rows, slice_ * rows
+
+    def _by_part(self, shards: list[Tensor], arch: Architecture) -> list[Tensor]:
+        """Shards `[experts, …]` of each expert parallel part, joined along the feed-forward size,
+        which is their last axis but one."""
+        slices = len(shards) // self.ep
+        shaped = [s.unflatten(0, (arch.experts.count // self.ep, *self._inner, -1)) for s in shards]
+        return [torch.cat(shaped[i : i + slices], dim=-2) for i in range(0, len(shards), slices)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertGateUp(_OfExperts):
+    """`[gate; up]` of each expert: `[experts · 2 · ffn, hidden]`."""
+
+    _inner = (2,)
+
+    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
+        return {name: (arch.ffn, arch.hidden) for name in self.hf}
+
+    def shard(self, source: Source, arch: Architecture, tp: int, rank: int) -> Tensor:
+        experts, rows, start = self.experts_of(arch, tp, rank)
+        names = self.hf[2 * experts.start : 2 * experts.stop]
+        return torch.cat([source(name)[start : start + rows] for name in names])
+
+    def merge(self, shards: list[Tensor], arch: Architecture) -> dict[str, Tensor]:
+        whole = torch.cat(self._by_part(shards, arch)).flatten(0, 1)
+        return dict(zip(self.hf, whole.unbind(), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertDown(_OfExperts):
+    """The second matrix of each expert, transposed: `[experts · ffn, hidden]`."""
+
+    _inner = ()
+
+    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
+        return {name: (arch.hidden, arch.ffn) for name in self.hf}
+
+    def shard(self, source: Source, arch: Architecture, tp: int, rank: int) -> Tensor:
+        experts, rows, start = self.experts_of(arch, tp, rank)
+        names = self.hf[experts.start : experts.stop]
+        return torch.cat([source(name)[:, start : start + rows].t() for name in names])
+
+    def merge(self, shards: list[Tensor], arch: Architecture) -> dict[str, Tensor]:
+        whole = torch.cat(self._by_part(shards, arch))
+        return {
+            name: x.t().contiguous() for name, x in zip(self.hf, whole.unbind(), strict=True)
+        }
+
+
+Rule = Replicated | Vocabulary | QueryKeyValue | Columns | GateUp | ExpertGateUp | ExpertDown
+
+
+def at_ep(rule: Rule, ep: int) -> Rule:
+    """The rule where experts are spread over `ep` parts of a tensor parallel group."""
+    return replace(rule, ep=ep) if isinstance(rule, _OfExperts) else rule
+
+
+def whole_shape(rule: Rule, arch: Architecture) -> tuple[int, ...]:
+    """Shape of the whole Megatron parameter without padding: the parts below one another."""
+    shapes = list(rule.shapes(arch).values())
+    if isinstance(rule, ExpertDown):
+        shapes = [(columns, rows) for rows, columns in shapes]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def layer_rules(arch: Architecture, layer: int) -> dict[str, Rule]:
@@ -178,11 +257,16 @@ def layer_rules(arch: Architecture, layer: int) -> dict[str, Rule]:
             hf=(f"{hf}self_attn.o_proj.weight",), heads=True
         ),
         f"{mg}pre_mlp_layernorm.weight": norm("post_attention_layernorm"),
-        f"{mg}mlp.linear_fc1.weight": GateUp(
-            hf=(f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
-        ),
-        f"{mg}mlp.linear_fc2.weight": Columns(hf=(f"{hf}mlp.down_proj.weight",), heads=False),
     }
+    if arch.experts is not None:
+        rules |= _expert_rules(arch, hf, mg)
+    else:
+        rules[f"{mg}mlp.linear_fc1.weight"] = GateUp(
+            hf=(f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
+        )
+        rules[f"{mg}mlp.linear_fc2.weight"] = Columns(
+            hf=(f"{hf}mlp.down_proj.weight",), heads=False
+        )
     if arch.qkv_bias:
         rules[f"{mg}self_attention.linear_qkv.bias"] = QueryKeyValue(
             hf=tuple(p + "bias" for p in qkv)
@@ -193,10 +277,34 @@ def layer_rules(arch: Architecture, layer: int) -> dict[str, Rule]:
     return rules
 
 
-def all_rules(arch: Architecture, *, head: str) -> dict[str, Rule]:
+def _expert_rules(arch: Architecture, hf: str, mg: str) -> dict[str, Rule]:
+    """Router and experts of the layer with these prefixes."""
+    block, gate, up, down = {
+        "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+        "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    }[arch.family]
+
+    def names(*parts: str) -> tuple[str, ...]:
+        return tuple(
+            f"{hf}{block}.experts.{expert}.{part}.weight"
+            for expert in range(arch.experts.count)
+            for part in parts
+        )
+
+    return {
+        f"{mg}mlp.router.weight": Replicated(
+            hf=(f"{hf}{block}.gate.weight",), shape=(arch.experts.count, arch.hidden)
+        ),
+        f"{mg}mlp.experts.gate_up": ExpertGateUp(hf=names(gate, up)),
+        f"{mg}mlp.experts.down": ExpertDown(hf=names(down)),
+    }
+
+
+def all_rules(arch: Architecture, *, head: str, ep: int = 1) -> dict[str, Rule]:
     """Every parameter of a model: Megatron name → rule, in file order.
 
     Args:
+        ep: parts of a tensor parallel group that experts are spread over.
         head: "lm" (tied: the output layer reads the embedding) or "value" (`score.weight`, the
             name of transformers' sequence classifiers; no bias there).
     """
@@ -213,7 +321,7 @@ def all_rules(arch: Architecture, *, head: str) -> dict[str, Rule]:
     else:
         rules["output_layer.weight"] = Replicated(hf=("score.weight",), shape=(1, arch.hidden))
         rules["output_layer.bias"] = Replicated(hf=("score.bias",), shape=(1,))
-    return rules
+    return {name: at_ep(rule, ep) for name, rule in rules.items()}
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:

@@ -172,13 +172,14 @@ class DecodeLoop:
         cache = PagedCache(
             keys=self.cache.keys, values=self.cache.values, block_table_BN=table_BN,
             context_B=torch.where(live_B, position_B + 1, 0).int(), max_context=max_context,
-            rope_PR=self.rope_PR, decode=self.rope_PR is not None,
+            rope_PR=self.rope_PR, decode=self.rope_PR is not None, routes=self.cache.routes,
         )  # fmt: skip
         batch = AttentionBatch(positions_T=position_B, lengths=[1] * len(position_B), cache=cache)
-        if not cache.decode:  # plain torch wants to be told where and what
+        if not cache.decode or cache.routes is not None:  # our kernels find the slots themselves
             size = self.cache.shape.block_size
             block_B = table_BN.gather(1, (position_B // size)[:, None])[:, 0].long()
             cache.slots_T = torch.where(live_B, block_B * size + position_B % size, -1)
+        if not cache.decode:
             batch.cu_seqlens_B1 = torch.arange(
                 len(position_B) + 1, dtype=torch.int32, device=self.device
             )

@@ -40,6 +40,7 @@ class EngineSettings:
         steps_ahead: steps launched before the host looks at the tokens of the one before; None: 1
             on CUDA, else 0. Without a pipeline only.
         cuda_graphs: capture decode passes on CUDA.
+        keep_routes: responses say which experts their tokens took (mixture of experts).
     """
 
     block_size: int = 16
@@ -51,6 +52,7 @@ class EngineSettings:
     burst: int | None = None
     steps_ahead: int | None = None
     cuda_graphs: bool = True
+    keep_routes: bool = False
 
 
 class Engine:
@@ -218,7 +220,7 @@ class Engine:
             max_batch_tokens=settings.max_batch_tokens, max_running=settings.max_running,
             share_prefixes=settings.share_prefixes, burst=self.burst,
             steps_ahead=self._on_device(settings.steps_ahead, 1, 0),
-            cuda_graphs=settings.cuda_graphs,
+            cuda_graphs=settings.cuda_graphs, keep_routes=settings.keep_routes,
         )  # fmt: skip
         session = Session(self.model, limits, blocks=blocks, block_size=settings.block_size)
         self.counts = session.counts

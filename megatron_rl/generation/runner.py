@@ -20,6 +20,7 @@ from megatron_rl.generation.cache import KVCache
 from megatron_rl.generation.decode import DecodeLoop
 from megatron_rl.generation.sampler import SamplingBatch, draw, pack
 from megatron_rl.generation.scheduler import Step
+from megatron_rl.generation.sequence import Sequence
 from megatron_rl.generation.transfer import ToHost, to_device
 from megatron_rl.kernels.rope_kv_write import rope_table
 from megatron_rl.models.attention import AttentionBatch, PagedCache, inverse_frequencies
@@ -89,6 +90,13 @@ class Runner:
             sequence.newest = launched.packed_3KB, column
         return launched
 
+    def routes_of(self, sequence: Sequence) -> ToHost:
+        """The experts that the computed tokens of a sequence took in this rank's layers."""
+        size, blocks = self.cache.shape.block_size, sequence.table.blocks
+        places = [(blocks[p // size], p % size) for p in range(len(sequence.tokens) - 1)]
+        slots = [-1 if block < 0 else block * size + offset for block, offset in places]
+        return ToHost(self.cache.routes_of(slots))
+
     def _prepare(self, step: Step) -> tuple[Tensor, AttentionBatch]:
         size, device = self.cache.shape.block_size, self.model.device
         tokens, positions, slots, ends = [], [], [], []
@@ -105,6 +113,7 @@ class Runner:
             block_table_BN=table_tensor(step, max(-(-c // size) for c in contexts), device),
             context_B=to_device(contexts, device, torch.int32),
             max_context=max(contexts), fresh=contexts == step.new_tokens, rope_PR=self.rope_PR,
+            routes=self.cache.routes,
             decode=self.rope_PR is not None and step.decodes > 0,
         )  # fmt: skip
         starts = [0, *accumulate(step.new_tokens)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatron_rl.generation.blocks import BlockTable
+from megatron_rl.generation.transfer import ToHost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,7 @@ class Sequence:
         delivered: generated tokens that a stream has passed on.
         ahead: tokens that launched steps will add; the host does not know them yet.
         newest: where the last of them appears on the device: results [3, K, B] and column.
+        routes: see Response.
     """
 
     request: int
@@ -86,6 +88,7 @@ class Sequence:
     delivered: int = 0
     ahead: int = 0
     newest: tuple[Tensor, int] | None = None
+    routes: ToHost | None = None
 
     @property
     def generated(self) -> int:
@@ -148,7 +151,7 @@ class Sequence:
         return Response(
             request=self.request, prompt_ids=self.tokens[: self.prompt_length],
             token_ids=self.tokens[self.prompt_length :], logprobs=self.logprobs,
-            full_logprobs=self.full_logprobs, finish_reason=self.finish_reason,
+            full_logprobs=self.full_logprobs, finish_reason=self.finish_reason, routes=self.routes,
         )  # fmt: skip
 
 
@@ -162,6 +165,8 @@ class Response:
         full_logprobs: the same under the whole tempered softmax.
         finish_reason: "stop" (an end token or text), "length" (cut), "abort" or "error".
         error: what is wrong with the request, for "error".
+        routes: int16 `[layers of this rank, tokens - 1, K]`, the experts that each token but the
+            last took (mixture of experts, where the engine keeps them).
     """
 
     request: int
@@ -171,3 +176,4 @@ class Response:
     full_logprobs: list[float]
     finish_reason: str
     error: str | None = None
+    routes: ToHost | None = None

@@ -59,6 +59,7 @@ class SessionLimits:
     burst: int
     steps_ahead: int
     cuda_graphs: bool
+    keep_routes: bool
 
 
 class Session:
@@ -74,7 +75,9 @@ class Session:
         self, model: ParallelModel, limits: SessionLimits, *, blocks: int, block_size: int
     ) -> None:
         layout = model.groups.layout
-        shape = CacheShape.of(model, blocks=blocks, block_size=block_size)
+        shape = CacheShape.of(
+            model, blocks=blocks, block_size=block_size, keep_routes=limits.keep_routes
+        )
         self.model = model
         self.blocks = Blocks(blocks, block_size, share_prefixes=limits.share_prefixes)
         # With virtual stages a step passes every rank several times: one at a time.
@@ -164,6 +167,8 @@ class Session:
         for i, (sequence, _) in enumerate(step.draws):
             if sequence.finish_reason is None:
                 sequence.extend(tokens_BK[i], kept_BK[i], full_BK[i])
+                if sequence.finish_reason is not None and self.runner.cache.routes is not None:
+                    sequence.routes = self.runner.routes_of(sequence)  # before its blocks are freed
         finished = self.scheduler.complete(step)
         counts, loop = self.counts, self.runner.decode_loop
         counts.shared_blocks = self.blocks.shared_blocks

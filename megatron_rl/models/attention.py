@@ -44,6 +44,8 @@ class PagedCache:
         fresh: every sequence's context is what this step writes: nothing has to be read.
         rope_PR: cosines and sines for our kernels (see kernels/rope_kv_write). None: plain torch.
         decode: each sequence has one new token, and the kernels run.
+        routes: per layer int16 `[slots, K]`, where the experts of each token are kept; None: they
+            are not.
     """
 
     keys: list[Tensor]
@@ -55,6 +57,7 @@ class PagedCache:
     fresh: bool = False
     rope_PR: Tensor | None = None
     decode: bool = False
+    routes: list[Tensor] | None = None
 
 
 @dataclass(kw_only=True)
@@ -70,6 +73,8 @@ class AttentionBatch(PackedSeqParams):
         hidden_only: the last stage returns the rows' final hidden states `[N, E]` and not what
             its head makes of them.
         cache: paged KV cache for generation; None in training.
+        routes_LTK: int16, the experts that token t takes in layer l, -1 where the router decides
+            (see models/experts.py); None: it always does.
     """
 
     qkv_format: str = "thd"
@@ -79,6 +84,7 @@ class AttentionBatch(PackedSeqParams):
     rows_N: Tensor | None = None
     hidden_only: bool = False
     cache: PagedCache | None = None
+    routes_LTK: Tensor | None = None
     _rotary: tuple[Tensor, Tensor] | None = None
     _padding: tuple[Tensor, Tensor] | None = None
     _context: tuple[Tensor, Tensor] | None = None

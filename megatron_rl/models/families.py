@@ -16,6 +16,8 @@ FAMILIES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 _SHAPE_FIELDS = {
@@ -25,6 +27,14 @@ _SHAPE_FIELDS = {
     "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers",
     "layer_types", "attention_dropout", "rope_interleaved", "use_mrope",
 }  # fmt: skip
+_EXPERT_FIELDS = {
+    "mixtral": {"num_local_experts", "num_experts_per_tok", "router_jitter_noise"},
+    "qwen3_moe": {
+        "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
+    },
+}  # fmt: skip
+_ROUTER_LOSS = {"output_router_logits", "router_aux_loss_coef"}
 _NEUTRAL_FIELDS = {
     "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
     "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "id2label",
@@ -38,6 +48,11 @@ _WHERE_SILENT: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    },
 }  # fmt: skip
 """What transformers assumes where a file does not name a field (null means something else)."""
 _ROPE_FIELDS = {
@@ -61,13 +76,29 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """A mixture of experts in the place of every feed-forward layer (Shazeer et al. 2017).
+
+    Attributes:
+        count: experts of a layer.
+        per_token: how many of them a token goes through: those of the largest probability.
+        normalised: their probabilities are scaled to sum to one.
+    """
+
+    count: int
+    per_token: int
+    normalised: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """A decoder-only transformer, independent of any parallel layout.
 
     `heads`/`kv_heads` are those of the checkpoint; `padded_…` say what a layout computes with.
     `padded_for` is the tensor parallel size whose padding is used instead of the layout's own: a
     generation model that takes over a training model's shards takes over their padding.
-    `max_positions` is the longest sequence that the model may see.
+    `max_positions` is the longest sequence that the model may see. `ffn` is the size of the
+    feed-forward layer, or of one expert.
     """
 
     family: str
@@ -85,6 +116,7 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     padded_for: int | None = None
+    experts: Experts | None = None
 
     @property
     def heads_per_group(self) -> int:
@@ -110,11 +142,12 @@ class Architecture:
     def parameters(self) -> int:
         """Number of parameters of the language model (without padding)."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
-        layer = self.hidden * (qkv + self.heads * self.head_dim + 3 * self.ffn + 2)
+        mlp = 3 * self.ffn if self.experts is None else self.experts.count * (3 * self.ffn + 1)
+        layer = self.hidden * (qkv + self.heads * self.head_dim + mlp + 2)
         layer += qkv * self.qkv_bias + 2 * self.head_dim * self.qk_norm
         return self.layers * layer + self.hidden + self.vocab * self.hidden * (2 - self.tied)
 
-    def check_layout(self, *, tp: int, pp: int, vpp: int, name: str) -> None:
+    def check_layout(self, *, tp: int, pp: int, vpp: int, name: str, ep: int = 1) -> None:
         """Refuses layouts that this architecture can't be cut into.
 
         Raises:
@@ -126,11 +159,19 @@ class Architecture:
                 f"parallel.pp={pp} with parallel.vpp={vpp} does not fit {name}: its {self.layers} "
                 f"layers must divide into pp × vpp equal stages; pp that fits: {fits}"
             )
-        if self.ffn % tp:
-            fits = [t for t in (1, 2, 4, 8, 16) if self.ffn % t == 0]
+        if ep > 1 and (self.experts is None or self.experts.count % ep):
+            count = self.experts.count if self.experts else 0
+            fits = [e for e in range(1, tp + 1) if tp % e == 0 and (count or 1) % e == 0]
             raise ValueError(
-                f"parallel.tp={tp} does not fit {name}: its feed-forward size {self.ffn} must be a "
-                f"multiple of tp; tp that fits: {fits}"
+                f"parallel.ep={ep} does not fit {name}: it has {count or 'no'} experts, which must "
+                f"be a multiple of ep; ep that fits: {fits if count else [1]}"
+            )
+        if self.ffn % (tp // ep):
+            fits = [t for t in (1, 2, 4, 8, 16) if self.ffn % t == 0]
+            cut = "tp" if self.experts is None else "tp / ep"
+            raise ValueError(
+                f"parallel.tp={tp} with parallel.ep={ep} does not fit {name}: its feed-forward "
+                f"size {self.ffn} must be a multiple of {cut}; {cut} that fits: {fits}"
             )
 
 
@@ -179,13 +220,33 @@ def architecture_from_config(config: dict[str, Any], *, source: str) -> Architec
     return Architecture(
         family=family, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         layers=_positive(config, "num_hidden_layers", source),
-        ffn=_positive(config, "intermediate_size", source),
+        ffn=_positive(config, _FFN_FIELD.get(family, "intermediate_size"), source),
+        experts=_read_experts(config, source),
         vocab=_positive(config, "vocab_size", source),
         tied=_flag(config, "tie_word_embeddings", source),
         norm_eps=_number(config, "rms_norm_eps", source, 1e-6),
         max_positions=_context(config, source), rope=_read_rope(config, source),
-        qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2", qk_norm=family in ("qwen3", "qwen3_moe"),
     )  # fmt: skip
+
+
+_FFN_FIELD = {"qwen3_moe": "moe_intermediate_size"}
+
+
+def _read_experts(config: dict[str, Any], source: str) -> Experts | None:
+    """The mixture of experts of a family that has one."""
+    family = config["model_type"]
+    if family not in _EXPERT_FIELDS:
+        return None
+    # transformers calls the number of Qwen3-MoE's experts by either name.
+    field = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
+    count, per_token = (_positive(config, f, source) for f in (field, "num_experts_per_tok"))
+    if per_token > count:
+        raise ValueError(
+            f"{source}: num_experts_per_tok is {per_token}, but there are {count} experts"
+        )
+    normalised = family == "mixtral" or _flag(config, "norm_topk_prob", source)
+    return Experts(count=count, per_token=per_token, normalised=normalised)
 
 
 def _positive(config: dict[str, Any], field: str, source: str) -> int:
@@ -211,8 +272,10 @@ def _flag(config: dict[str, Any], field: str, source: str) -> bool:
 
 
 def _refuse_unknown_fields(config: dict[str, Any], source: str) -> None:
+    experts = _EXPERT_FIELDS.get(config["model_type"])
+    known = _NEUTRAL_FIELDS | _SHAPE_FIELDS | (experts | _ROUTER_LOSS if experts else set())
     for field, value in config.items():
-        if field in _NEUTRAL_FIELDS or field in _SHAPE_FIELDS or value is None:
+        if field in known or value is None:
             continue
         raise ValueError(
             f"{source}: the field {field!r} ({value!r}) is not known for this family; it might "
@@ -227,7 +290,9 @@ def _refuse_unknown_fields(config: dict[str, Any], source: str) -> None:
         "use_mrope": bool,
         "attention_dropout": lambda v: v != 0,
         "layer_types": lambda v: not kinds.issuperset(v),
-    }
+        "decoder_sparse_step": lambda v: v != 1, "mlp_only_layers": bool,
+        "router_jitter_noise": bool, "output_router_logits": bool,
+    }  # fmt: skip
     for field, is_refused in refused.items():
         if config.get(field) is not None and is_refused(config[field]):
             raise ValueError(
@@ -238,7 +303,9 @@ def _refuse_unknown_fields(config: dict[str, Any], source: str) -> None:
 def _windowed(config: dict[str, Any]) -> bool:
     """Whether some layers attend to the last `sliding_window` tokens only."""
     family, window = config["model_type"], config.get("sliding_window")
-    switched_on = family == "mistral" or (family != "llama" and config.get("use_sliding_window"))
+    switched_on = family in ("mistral", "mixtral") or (
+        family != "llama" and config.get("use_sliding_window")
+    )
     return window is not None and bool(switched_on)
 
 
@@ -285,11 +352,23 @@ def config_json(arch: Architecture, *, dtype: str) -> dict[str, Any]:
             "high_freq_factor": arch.rope.high_freq_factor,
             "original_max_position_embeddings": arch.rope.original_max_positions,
         }
-    return {
+    written = {
         "architectures": [FAMILIES[arch.family]], "model_type": arch.family, "dtype": dtype,
         "hidden_size": arch.hidden, "num_hidden_layers": arch.layers, "hidden_act": "silu",
         "num_attention_heads": arch.heads, "num_key_value_heads": arch.kv_heads,
         "head_dim": arch.head_dim, "intermediate_size": arch.ffn, "vocab_size": arch.vocab,
         "tie_word_embeddings": arch.tied, "rms_norm_eps": arch.norm_eps,
         "rope_parameters": rope, "max_position_embeddings": arch.max_positions,
-    } | ({"sliding_window": None} if arch.family == "mistral" else {})  # fmt: skip
+    }  # fmt: skip
+    if arch.family in ("mistral", "mixtral"):
+        written["sliding_window"] = None
+    if arch.experts is not None:
+        written["num_experts_per_tok"] = arch.experts.per_token
+    if arch.family == "mixtral":
+        written["num_local_experts"] = arch.experts.count
+    if arch.family == "qwen3_moe":
+        written |= {
+            "num_experts": arch.experts.count, "norm_topk_prob": arch.experts.normalised,
+            "moe_intermediate_size": arch.ffn,
+        }  # fmt: skip
+    return written

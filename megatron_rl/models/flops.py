@@ -16,7 +16,10 @@ def forward_flops(
         rows: tokens that pass through the head: the vocabulary projection, or a value head.
     """
     attention = arch.heads * arch.head_dim
-    weights = arch.hidden * (2 * attention + 2 * arch.kv_heads * arch.head_dim + 3 * arch.ffn)
+    mlp = 3 * arch.ffn
+    if arch.experts is not None:
+        mlp = mlp * arch.experts.per_token + arch.experts.count
+    weights = arch.hidden * (2 * attention + 2 * arch.kv_heads * arch.head_dim + mlp)
     layers = arch.layers * (2 * weights * tokens + 4 * attention * contexts)
     return layers + 2 * arch.hidden * (arch.vocab if vocabulary else 1) * rows
 

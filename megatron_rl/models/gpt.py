@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.models.attention import AttentionBatch, CoreAttention
-from megatron_rl.models.families import Architecture, Rope
+from megatron_rl.models.families import Architecture, Experts, Rope
 from megatron_rl.models.heads import ValueHead, select_rows, vocabulary_logits
 from megatron_rl.models.layers import block_spec, transformer_engine_available
 from megatron_rl.parallel import ParallelGroups
@@ -26,12 +26,14 @@ class ModelConfig(TransformerConfig):
 
     Attributes:
         window: tokens that attention sees, the query's own included; None: all before it.
+        experts: of every layer; None: dense layers.
     """
 
     rope: Rope = field(default_factory=Rope)
     packed_attention: str = "auto"
     window: int | None = None
     fp32_logits: bool = True
+    experts: Experts | None = None
 
 
 class RLModel(GPTModel):
@@ -142,6 +144,15 @@ def transformer_config(
         },
     }[recompute]  # fmt: skip
     interleaved = layout.vpp > 1
+    expert_args = {}
+    if arch.experts is not None:
+        expert_args = {
+            "experts": arch.experts, "num_moe_experts": arch.experts.count,
+            "moe_router_topk": arch.experts.per_token, "moe_ffn_hidden_size": arch.ffn,
+            "moe_router_pre_softmax": True, "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32", "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": layout.tp // layout.ep,
+        }  # fmt: skip
     return ModelConfig(
         num_layers=arch.layers, hidden_size=arch.hidden, ffn_hidden_size=arch.ffn,
         num_attention_heads=arch.padded_heads(layout.tp),
@@ -162,6 +173,7 @@ def transformer_config(
         output_layer_init_method=_leave_empty,
         gradient_accumulation_fusion=False, bias_activation_fusion=False,
         masked_softmax_fusion=False, bias_dropout_fusion=False, **recompute_args,
+        **expert_args,
     )  # fmt: skip
 
 
@@ -184,7 +196,9 @@ def build_model(
         ValueError: if the layout does not fit the architecture.
     """
     layout = groups.layout
-    arch.check_layout(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, name=f"the {role} model")
+    arch.check_layout(
+        tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep, name=f"the {role} model"
+    )
     config = transformer_config(
         arch, groups, dtype=dtype, sp=sp, recompute=recompute, attention=attention, window=window,
         fp32_logits=fp32_logits,
@@ -198,7 +212,8 @@ def build_model(
         chunk = RLModel(
             head=head, config=config,
             transformer_layer_spec=block_spec(
-                arch.layers // (layout.pp * layout.vpp), qk_norm=arch.qk_norm, backend=backend
+                arch.layers // (layout.pp * layout.vpp), qk_norm=arch.qk_norm, backend=backend,
+                experts=arch.experts is not None,
             ),
             vocab_size=arch.padded_vocab(layout.tp), max_sequence_length=arch.max_positions,
             pre_process=groups.is_first_stage and stage == 0,

@@ -21,6 +21,7 @@ from megatron_rl.kernels.rms_norm import rms_norm
 from megatron_rl.kernels.swiglu import swiglu
 from megatron_rl.kernels.thin_linear import Norm, thin_linear
 from megatron_rl.models.attention import AttentionBatch
+from megatron_rl.models.experts import ExpertLayer
 from megatron_rl.models.gpt import RLModel
 from megatron_rl.models.heads import vocabulary_logits
 
@@ -53,6 +54,9 @@ def stage_forward(
         q, k, v, residual = _query_key_value(attention, layer.input_layernorm, x, residual, batch)
         x = attention.core_attention(q, k, v, packed_seq_params=batch)
         x = _reducing_linear(attention.linear_proj, x, tp)
+        if isinstance(mlp, ExpertLayer):
+            x, residual = _experts(layer, x, residual, batch)
+            continue
         x, residual = _normed_linear(
             layer.pre_mlp_layernorm, mlp.linear_fc1, x, residual, gated=True
         )
@@ -109,9 +113,27 @@ def _normed_linear(
 def _reducing_linear(linear: torch.nn.Module, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
     """A row-parallel layer."""
     y_TE = thin_linear(x, linear.weight)[0] if _thin(x) else _linear(x, linear.weight)
+    return _summed(y_TE, tp)
+
+
+def _summed(y: Tensor, tp: dist.ProcessGroup) -> Tensor:
     if tp.size() > 1:
-        dist.all_reduce(y_TE, group=tp)
-    return y_TE
+        dist.all_reduce(y, group=tp)
+    return y
+
+
+def _experts(
+    layer: torch.nn.Module, x_TE: Tensor, residual_TE: Tensor | None, batch: AttentionBatch
+) -> tuple[Tensor, Tensor]:
+    """The experts of a layer after its norm, and the new residual stream; keeps the routes."""
+    mlp, norm, cache = layer.mlp, layer.pre_mlp_layernorm, batch.cache
+    x_TE, residual_TE = rms_norm(x_TE, norm.weight, norm.eps, residual_TE)
+    weights_TK, experts_TK = mlp.router(x_TE)
+    if cache is not None and cache.routes is not None:
+        routes = cache.routes[layer.self_attention.core_attention.cache_layer]
+        routes[cache.slots_T] = experts_TK[: len(cache.slots_T)].to(routes.dtype)
+    y_TE = mlp.partial_outputs(x_TE, weights_TK, experts_TK, fixed_size=cache.decode)
+    return _summed(y_TE, mlp.attn_tp_group), residual_TE
 
 
 def _query_key_value(

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from megatron_rl.models.attention import CoreAttention
+from megatron_rl.models.experts import ExpertTransformerLayer
 
 
 class RMSNorm(torch.nn.Module):
@@ -83,8 +84,11 @@ def transformer_engine_available() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def layer_spec(*, qk_norm: bool, backend: str) -> tuple[ModuleSpec, type]:
+def layer_spec(*, qk_norm: bool, backend: str, experts: bool = False) -> tuple[ModuleSpec, type]:
     """The layer and the final norm for `backend`: "local" (Megatron's linear layers) or "te".
+
+    Args:
+        experts: a mixture of experts is in the place of the feed-forward layer.
 
     Raises:
         ValueError: if Transformer Engine is asked for and missing.
@@ -111,19 +115,22 @@ def layer_spec(*, qk_norm: bool, backend: str) -> tuple[ModuleSpec, type]:
             q_layernorm=norm if qk_norm else None, k_layernorm=norm if qk_norm else None,
         ),
     )  # fmt: skip
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
     layer = ModuleSpec(
-        module=TransformerLayer,
+        module=ExpertTransformerLayer if experts else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm, self_attention=attention, self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm, mlp_bda=get_bias_dropout_add,
             cross_attention=IdentityOp,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp=IdentityOp if experts else mlp,
         ),
     )  # fmt: skip
     return layer, norm
 
 
-def block_spec(layers: int, *, qk_norm: bool, backend: str) -> TransformerBlockSubmodules:
-    """`layers` equal layers and a final norm."""
-    layer, norm = layer_spec(qk_norm=qk_norm, backend=backend)
+def block_spec(
+    layers: int, *, qk_norm: bool, backend: str, experts: bool = False
+) -> TransformerBlockSubmodules:
+    """`layers` equal layers and a final norm; see `layer_spec`."""
+    layer, norm = layer_spec(qk_norm=qk_norm, backend=backend, experts=experts)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)

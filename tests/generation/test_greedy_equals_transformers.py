@@ -16,6 +16,10 @@ LAYOUTS = {
     "pp2": dict(world=2, pp=2), "tp2_pp2": dict(world=4, tp=2, pp=2, sp=True),
     "pp2_vpp2": dict(world=2, pp=2, vpp=2),
 }  # fmt: skip
+EXPERT_LAYOUTS = {
+    "tp2_ep2": dict(world=2, tp=2, ep=2, sp=True), "tp4_ep2": dict(world=4, tp=4, ep=2, sp=True),
+    "tp2_pp2_ep2": dict(world=4, tp=2, pp=2, ep=2, sp=True),
+}  # fmt: skip
 LENGTHS = [4, 19, 1, 33, 16, 8, 19, 40]
 NEW = 64
 
@@ -27,13 +31,13 @@ def prompts() -> list[list[int]]:
     return made
 
 
-def load(folder, world, tp=1, pp=1, vpp=1, sp=False, window=None):
+def load(folder, world, tp=1, pp=1, vpp=1, ep=1, sp=False, window=None):
     from megatron_rl.convert.huggingface import load_huggingface
     from megatron_rl.models.families import read_architecture
     from megatron_rl.models.gpt import build_model
     from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
 
-    groups = ParallelGroups(layout=Layout(world_size=world, tp=tp, pp=pp, vpp=vpp))
+    groups = ParallelGroups(layout=Layout(world_size=world, tp=tp, pp=pp, vpp=vpp, ep=ep))
     seed_model_parallel(0, groups)
     model = build_model("actor", read_architecture(folder), groups, sp=sp, window=window)
     load_huggingface(model, folder)
@@ -95,13 +99,18 @@ CASES = [
     for quick in [("tp2_sp", "pp2")[number % 2]]
     for layout in LAYOUTS
 ]
+CASES += [
+    pytest.param(name, layout, marks=[] if layout == "tp2_ep2" else pytest.mark.slow)
+    for name in ("mixtral", "qwen3_moe")
+    for layout in EXPERT_LAYOUTS
+]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name, layout", CASES)
 def test_greedy_equals_transformers(ranks, tiny_model, name, layout):
     folder = str(tiny_model(name))
-    spec = dict(LAYOUTS[layout])
+    spec = dict((LAYOUTS | EXPERT_LAYOUTS)[layout])
     results = ranks(spec.pop("world"), generate, folder, spec, {}, GREEDY)
     expected = reference(folder)
     for ours, counts in results:

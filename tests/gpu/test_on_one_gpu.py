@@ -37,7 +37,7 @@ def test_logits_equal_transformers(tiny_model, name):
 
 def test_bf16_packed_equals_single_sequences(tiny_model):
     """torch's varlen attention: no cross-talk between packed sequences."""
-    ours = our_logits(0, 1, str(tiny_model("llama")), 1, 1, 1, False, "bf16")
+    ours = our_logits(0, 1, str(tiny_model("llama")), 1, 1, 1, False, dtype="bf16")
     singles = torch.cat([x[:n] for x, n in zip(ours, (5, 17, 1, 9), strict=False)]).float()
     packed = ours[-1][: len(singles)].float()
     assert (singles - packed).norm() / singles.norm() < 0.02

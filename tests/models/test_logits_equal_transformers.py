@@ -12,6 +12,14 @@ LAYOUTS = {
     "pp2": dict(world=2, pp=2), "tp2_pp2": dict(world=4, tp=2, pp=2, sp=True),
     "pp2_vpp2": dict(world=2, pp=2, vpp=2), "tp4": dict(world=4, tp=4),
 }  # fmt: skip
+# Experts want sequence parallelism with tp > 1.
+EXPERT_LAYOUTS = {
+    "tp1": dict(world=1), "tp2_sp": dict(world=2, tp=2, sp=True),
+    "tp2_ep2": dict(world=2, tp=2, ep=2, sp=True), "pp2": dict(world=2, pp=2),
+    "tp2_pp2_ep2": dict(world=4, tp=2, pp=2, ep=2, sp=True),
+    "pp2_vpp2": dict(world=2, pp=2, vpp=2), "tp4_ep2": dict(world=4, tp=4, ep=2, sp=True),
+    "tp4_ep4": dict(world=4, tp=4, ep=4, sp=True),
+}  # fmt: skip
 LENGTHS = [5, 17, 1, 9]
 
 
@@ -20,7 +28,7 @@ def prompts(vocab: int = 259) -> list[torch.Tensor]:
     return [torch.randint(0, vocab - 3, (n,), generator=generator) for n in LENGTHS]
 
 
-def our_logits(rank, world, folder, tp, pp, vpp, sp, dtype="fp32", seqs=None):
+def our_logits(rank, world, folder, tp, pp, vpp, sp, ep=1, dtype="fp32", seqs=None):
     from megatron_rl.convert.huggingface import load_huggingface
     from megatron_rl.engine.microbatch import pack
     from megatron_rl.engine.schedule import forward_only
@@ -28,7 +36,7 @@ def our_logits(rank, world, folder, tp, pp, vpp, sp, dtype="fp32", seqs=None):
     from megatron_rl.models.gpt import build_model
     from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
 
-    groups = ParallelGroups(layout=Layout(world_size=world, tp=tp, pp=pp, vpp=vpp))
+    groups = ParallelGroups(layout=Layout(world_size=world, tp=tp, pp=pp, vpp=vpp, ep=ep))
     seed_model_parallel(0, groups)
     arch = read_architecture(folder)
     model = build_model("actor", arch, groups, dtype=dtype, sp=sp)
@@ -57,11 +65,15 @@ def reference_logits(folder, seqs):
 
 
 # Every model on every layout; of the variants all but the deepest cut are left to the slow tests.
-CASES = [pytest.param(name, layout) for name in sorted(TINY) for layout in LAYOUTS]
+def layouts_of(name: str) -> dict[str, dict]:
+    return EXPERT_LAYOUTS if "moe" in name or name == "mixtral" else LAYOUTS
+
+
+CASES = [pytest.param(name, layout) for name in sorted(TINY) for layout in layouts_of(name)]
 CASES += [
-    pytest.param(name, layout, marks=[] if layout == "tp2_pp2" else pytest.mark.slow)
+    pytest.param(name, layout, marks=[] if "tp2_pp2" in layout else pytest.mark.slow)
     for name in sorted(VARIANTS)
-    for layout in LAYOUTS
+    for layout in layouts_of(name)
 ]
 
 
@@ -69,9 +81,10 @@ CASES += [
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_logits_equal_transformers(ranks, tiny_model, name, layout):
     folder = tiny_model(name)
-    spec = {"tp": 1, "pp": 1, "vpp": 1, "sp": False, **LAYOUTS[layout]}
+    spec = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "sp": False, **layouts_of(name)[layout]}
     world = spec.pop("world")
-    results = ranks(world, our_logits, str(folder), *[spec[k] for k in ("tp", "pp", "vpp", "sp")])
+    sizes = [spec[k] for k in ("tp", "pp", "vpp", "sp", "ep")]
+    results = ranks(world, our_logits, str(folder), *sizes)
     ours = next(r for r in reversed(results) if r is not None)
     expected = reference_logits(folder, prompts())
     for got, want in zip(ours[:-1], expected, strict=True):

@@ -108,7 +108,9 @@ class MegatronLMFolder:
             for name, rule in self._rules.items()
         }
 
-    def read_into(self, name: str, out: Tensor, *, tp: int = 1, rank: int = 0) -> None:
+    def read_into(
+        self, name: str, out: Tensor, *, tp: int = 1, rank: int = 0, ep: int = 1
+    ) -> None:
         """See `ModelFolder`."""
         rule = self._rules[name]
         cut = cut_of(rule, self.architecture, tuple(out.shape), tp=tp, rank=rank)
