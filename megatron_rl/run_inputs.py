@@ -67,6 +67,7 @@ class RunInputs:
         check_disk(config, [(role, architectures[role]) for role in trained])
         _check_vocabularies(config, architectures)
         _check_generation(config, actor)
+        _check_experts(config, architectures)
         companions, place = models["actor"].companions(), _tokenizer_place(config, node)
         if place is not None:
             companions = with_tokenizer(companions, place)
@@ -152,6 +153,27 @@ def _check_vocabularies(config: Config, architectures: dict[str, Architecture]) 
             "algorithm.kl.estimator=k3",
             setting="algorithm.kl.estimator",
         )
+
+
+def _check_experts(config: Config, architectures: dict[str, Architecture]) -> None:
+    """What a mixture of experts asks of the layout."""
+    for role, arch in architectures.items():
+        if arch.experts is None:
+            continue
+        tp, mode = config.role_parallel(role).tp, config.hybrid_engine.mode
+        if tp > 1 and not config.parallel.sp:
+            raise ConfigError(
+                f"parallel.sp is false, but the {role} is a mixture of experts with tp={tp}: its "
+                "ranks would compute every token tp times; set parallel.sp=true",
+                setting="parallel.sp",
+            )
+        if role == "actor" and mode != "zero_repartitioning":
+            raise ConfigError(
+                f"hybrid_engine.mode is {mode}, but the actor is a mixture of experts, whose "
+                "weights are not regrouped for generation; set "
+                "hybrid_engine.mode=zero_repartitioning",
+                setting="hybrid_engine.mode",
+            )
 
 
 def _check_generation(config: Config, actor: Architecture) -> None:

@@ -22,6 +22,7 @@ from megatron_rl.convert.huggingface import export_huggingface
 from megatron_rl.engine.passes import logprob_pass, needs_old_logprobs, value_pass
 from megatron_rl.engine.update import actor_loss, critic_loss
 from megatron_rl.learners import Learner, train_jointly, train_one_by_one
+from megatron_rl.monitor.expert_metrics import expert_metrics
 from megatron_rl.monitor.out_of_memory import explain_out_of_memory
 from megatron_rl.monitor.phases import PhaseTimer
 from megatron_rl.monitor.run_monitor import RunMonitor
@@ -147,8 +148,9 @@ class Trainer:
             updates = self._update(batch)
         self.step_count += 1
         metrics = self.monitor.end_step(
-            self.step_count, batch, updates, kl_coef=self.kl.coef, more=sampling
-        )
+            self.step_count, batch, updates, kl_coef=self.kl.coef,
+            more=sampling | expert_metrics(self.models.actor.model),
+        )  # fmt: skip
         if "kl/ref_per_response" in metrics:
             self.kl.update(metrics["kl/ref_per_response"], self.config.samples_per_step)
         self.last_metrics = metrics

@@ -73,6 +73,8 @@ class RolloutSettings:
     """Engine that generates; megatron runs on the training shards."""
     prefix_sharing: bool = setting(True)
     """Samples of one prompt share the KV blocks of the prompt."""
+    router_replay: bool = setting(True)
+    """Training takes the experts that generation took (mixture of experts; else without effect)."""
 
     def longest_sequence(self, max_prompt_length: int | None) -> int | None:
         """Tokens of the longest prompt + response, None when no setting bounds it."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_rl.models.attention import AttentionBatch
+from megatron_rl.models.experts import FREE
 from megatron_rl.models.gpt import ParallelModel
 
 ROWS = ("all", "response", "values", "last")
@@ -58,6 +59,9 @@ class MicroBatch:
             self.tokens_T = pad(self.tokens_T, (0, missing))
             positions = self.attention.positions_T
             self.attention.positions_T = pad(positions, (0, missing))
+            if self.attention.routes_LTK is not None:
+                routes = pad(self.attention.routes_LTK, (0, 0, 0, missing), value=FREE)
+                self.attention.routes_LTK = routes
         return self
 
 
@@ -65,6 +69,7 @@ def pack(
     sequences: Sequence[Tensor], prompt_lengths: Sequence[int], *, model: ParallelModel,
     rows: str = "all", samples: Sequence[int] | None = None,
     fields: dict[str, Tensor] | None = None, padded: bool = False,
+    routes: Sequence[Tensor | None] = (),
 ) -> MicroBatch:  # fmt: skip
     """Packs whole sequences into one micro-batch on the model's device.
 
@@ -78,6 +83,7 @@ def pack(
         fields: `[batch, R]` tensors, gathered at (sample, step) of every row.
         padded: fill every sequence with zeros to the longest; no row and no causal attention of a
             real token ever sees them.
+        routes: int16 `[L, tokens, K]` of each sequence, the experts that its first tokens take.
     """
     assert rows in ROWS, f"rows must be one of {ROWS}, not {rows!r}"
     device = model.device
@@ -106,10 +112,23 @@ def pack(
             positions_T=positions.to(device), lengths=spans,
             cu_seqlens_B1=starts.to(torch.int32).to(device),
             rows_N=None if rows == "all" else torch.cat(row_index).to(device),
+            routes_LTK=_packed_routes(routes, spans, device),
         ),
         fields={k: v[sample_N, step_N].to(device) for k, v in (fields or {}).items()},
     )  # fmt: skip
     return batch.padded_to(-(-len(tokens) // multiple) * multiple)
+
+
+def _packed_routes(
+    routes: Sequence[Tensor | None], spans: list[int], device: torch.device
+) -> Tensor | None:
+    """Routes of sequences that take `spans` tokens of a stream each."""
+    if not routes or any(r is None for r in routes):
+        return None
+    parts = [
+        pad(r, (0, 0, 0, n - r.shape[1]), value=FREE) for r, n in zip(routes, spans, strict=True)
+    ]
+    return torch.cat(parts, dim=1).to(device)
 
 
 def inert(model: ParallelModel, rows: str, fields: Mapping[str, Tensor]) -> MicroBatch:

@@ -78,7 +78,10 @@ def attach_reference(micro_batches: list[MicroBatch], reference: ParallelModel) 
     All of them go through the pipeline in one call; a forward of another model can't run inside
     the loss function, which only the last stage calls.
     """
-    views = [replace(m, attention=replace(m.attention, hidden_only=True)) for m in micro_batches]
+    views = [
+        replace(m, attention=replace(m.attention, hidden_only=True, routes_LTK=None))
+        for m in micro_batches
+    ]
     hidden = forward_only(reference, views, lambda rows_NE, micro: rows_NE)
     for micro, rows_NE in zip(micro_batches, hidden, strict=False):  # empty but on the last stage
         micro.reference_NE = rows_NE
@@ -95,7 +98,10 @@ def make_microbatches(
     batch: RolloutBatch, model: ParallelModel, config: Config, *, rows: str,
     samples: Sequence[int] | None = None, fields: dict[str, Tensor] | None = None,
 ) -> list[MicroBatch]:  # fmt: skip
-    """Cuts (part of) a rollout into micro-batches by the configured size or token budget."""
+    """Cuts (part of) a rollout into micro-batches by the configured size or token budget.
+
+    Those of the actor take the experts that generation took, where the rollout says which.
+    """
     samples = range(len(batch)) if samples is None else samples
     training = config.training
     lengths = [len(batch.sequences[i]) for i in samples]
@@ -108,10 +114,12 @@ def make_microbatches(
         ],
     )  # fmt: skip
     chosen = [[samples[k] for k in part] for part in parts]
+    replay = model.role == "actor"
     return [
         pack(
             [batch.sequences[i] for i in part], [batch.prompt_lengths[i] for i in part],
             model=model, rows=rows, samples=part, fields=fields, padded=not training.packing,
+            routes=[batch.routes[i] for i in part] if replay else (),
         )
         for part in chosen
     ]  # fmt: skip

@@ -258,22 +258,27 @@ class Engine:
         needed = self._blocks_of(sequence)
         if blocks < needed:
             size = self.settings.block_size
-            per_block = CacheShape.of(self.model, blocks=1, block_size=size).bytes_per_block()
+            per_block = self._bytes_per_block()
             raise ValueError(
                 f"rollout.kv_cache_gb: the KV cache has room for {blocks * size} tokens but one "
                 f"sequence may need {needed * size} ({needed * per_block / 1e9:.3f} GB on this "
                 "rank); raise rollout.kv_cache_gb, or lower rollout.max_new_tokens"
             )
 
+    def _bytes_per_block(self) -> int:
+        settings = self.settings
+        return CacheShape.of(
+            self.model, blocks=1, block_size=settings.block_size, keep_routes=settings.keep_routes
+        ).bytes_per_block()
+
     def _budget_blocks(self) -> int:
         """Blocks within the memory budget: the smallest number over the replica, because all its
         schedulers must be alike."""
         settings = self.settings
-        shape = CacheShape.of(self.model, blocks=1, block_size=settings.block_size)
         budget = settings.kv_cache_bytes
         if budget is None:
             budget = int(free_memory(self.model.device) * settings.kv_memory_fraction)
-        count = torch.tensor([budget // shape.bytes_per_block()], device=self.model.device)
+        count = torch.tensor([budget // self._bytes_per_block()], device=self.model.device)
         group = self.model.groups.model
         torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MIN, group=group)
         return int(count)

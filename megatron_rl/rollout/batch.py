@@ -31,6 +31,7 @@ class RolloutBatch:
         mask_BR: 1 on trained response tokens, 0 on padding.
         rollout_logprobs_BR: of the distribution that was sampled.
         scores_B: reward of each sample.
+        routes: experts that generation took (see rollout/routes.py), or None, of each sample.
         tensors: per-token results of later phases (`old_logprobs`, `ref_logprobs`, `values`,
             `advantages`, `returns`, `weights`), fp32 `[B, R]`; `bootstrap` is `[B]`.
     """
@@ -46,6 +47,7 @@ class RolloutBatch:
     mask_BR: Tensor
     rollout_logprobs_BR: Tensor
     scores_B: Tensor
+    routes: list[Tensor | None]
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -94,12 +96,14 @@ def _stack(values: list[Tensor], width: int) -> Tensor:
 
 
 def make_batch(
-    prompts: list[Prompt], responses: list[Response], texts: list[str], index: list[int], n: int = 1
-) -> RolloutBatch:
+    prompts: list[Prompt], responses: list[Response], texts: list[str], index: list[int],
+    n: int = 1, *, routes: Sequence[Tensor | None] | None = None,
+) -> RolloutBatch:  # fmt: skip
     """Assembles a batch from generated responses (no scores yet; possibly none), `n` per prompt.
 
     Args:
         index: number of each sample in the step, prompt by prompt.
+        routes: see RolloutBatch.
     """
     lengths = [len(r.token_ids) for r in responses]
     width, index_B = max(lengths, default=0), torch.tensor(index, dtype=torch.int64)
@@ -114,5 +118,5 @@ def make_batch(
         index_B=index_B, group_B=index_B // n,
         finished_B=torch.tensor([r.finish_reason == "stop" for r in responses], dtype=torch.bool),
         mask_BR=mask_BR.float(), rollout_logprobs_BR=logprobs_BR,
-        scores_B=torch.zeros(len(responses)),
+        scores_B=torch.zeros(len(responses)), routes=list(routes or [None] * len(responses)),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.resharding.transition import Transition
 from megatron_rl.rollout.batch import RolloutBatch, make_batch
 from megatron_rl.rollout.prompts import Prompt
+from megatron_rl.rollout.routes import join_stages
 from megatron_rl.rollout.work_list import WorkList
 from megatron_rl.text import Tokenizer
 
@@ -22,7 +23,7 @@ def engine_settings(config: Config) -> EngineSettings:
         kv_cache_bytes=None if gigabytes is None else int(gigabytes * 1e9),
         max_batch_tokens=rollout.max_batch_tokens, max_running=rollout.max_running,
         share_prefixes=rollout.prefix_sharing, burst=rollout.decode_burst,
-        cuda_graphs=rollout.cuda_graphs,
+        cuda_graphs=rollout.cuda_graphs, keep_routes=rollout.router_replay,
     )  # fmt: skip
 
 
@@ -110,4 +111,5 @@ def collect(
     return make_batch(
         [prompts[i] for i, _ in mine], responses, texts,
         [first_index + i * n + s for i, s in mine], n,
+        routes=join_stages(responses, transition.engine.model),
     )  # fmt: skip

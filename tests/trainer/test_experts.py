@@ -1,0 +1,47 @@
+"""Layer: gloo ranks. PPO on a mixture of experts: the same on every layout, with replayed routes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer import run_case
+from tests.trainer.test_layouts_agree import NOT_COMPARED
+
+LAYOUTS = {
+    "tp2_ep2": (2, dict(parallel__tp=2, parallel__ep=2, parallel__sp=True)),
+    "pp2": (2, dict(parallel__pp=2)),
+    "dp2": (2, dict(training__grad_reduce="distributed_optimizer")),
+    "tp2_pp2_ep2": (4, dict(parallel__tp=2, parallel__pp=2, parallel__ep=2, parallel__sp=True)),
+    "tp4_ep2_budget": (
+        4,
+        dict(parallel__tp=4, parallel__ep=2, parallel__sp=True, training__micro_batch_size=None,
+             training__max_tokens_per_micro_batch=80),
+    ),
+    "tp2_ep1_dp2": (4, dict(parallel__tp=2, parallel__sp=True)),
+}  # fmt: skip
+FAST = ("tp2_ep2", "pp2")
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks, tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one_rank")
+    values = run_case.settings(str(tiny_model("qwen3_moe")), folder)
+    return ranks(1, run_case.run, values, 3)[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in LAYOUTS]
+)
+def test_ppo_is_the_same_on_every_layout(ranks, tiny_model, tmp_path, one_rank, layout):
+    world, changes = LAYOUTS[layout]
+    values = run_case.settings(str(tiny_model("qwen3_moe")), tmp_path, **changes)
+    for rank, steps in enumerate(ranks(world, run_case.run, values, 3)):
+        for step, (got, want) in enumerate(zip(steps, one_rank, strict=True)):
+            assert set(got) == set(want), f"rank {rank} logs other metrics than one rank"
+            assert got["experts/load_max"] > 1
+            for name, value in want.items():
+                if not name.startswith(NOT_COMPARED):
+                    assert got[name] == pytest.approx(value, rel=2e-4, abs=2e-5), (
+                        f"rank {rank} step {step} {name}"
+                    )
