@@ -76,10 +76,14 @@ def expert_outputs(
     ends_S = torch.searchsorted(
         sorted_P, torch.arange(own, device=sorted_P.device), right=True, out_int32=True
     )
-    # Rows of other ranks' experts come last. Autograd wants one row at least.
-    count = len(order_P) if fixed_size else max(int(ends_S[-1]), 1)
-    order_N = order_P[:count]
+    found = len(order_P) if fixed_size else int(ends_S[-1])  # other ranks' experts come last
+    order_N = order_P[: max(found, 1)]  # one row at least, or autograd would not reach x
     rows_NE = x_TE[order_N // experts_TK.shape[1]]
+    # The library writes neither outputs nor gradients of rows past the last group.
+    real_N1 = torch.arange(len(order_N), device=x_TE.device)[:, None] < ends_S[-1]
+    some_unreal = fixed_size or found == 0
+    if some_unreal:
+        rows_NE = torch.where(real_N1, rows_NE, 0)
     hidden_N2F = F.grouped_mm(rows_NE, gate_up_S2FE.transpose(1, 2), offs=ends_S)
     if torch.is_grad_enabled():
         gate_NF, up_NF = hidden_N2F.chunk(2, dim=-1)
@@ -87,8 +91,8 @@ def expert_outputs(
     else:
         active_NF = swiglu(hidden_N2F)
     out_NE = F.grouped_mm(active_NF, down_SFE, offs=ends_S)
-    real_N1 = torch.arange(count, device=out_NE.device)[:, None] < ends_S[-1]
-    out_NE = torch.where(real_N1, out_NE, 0)  # what lies past the last group was never written
+    if some_unreal:
+        out_NE = torch.where(real_N1, out_NE, 0)
     out_PE = out_NE.new_zeros((len(order_P), out_NE.shape[1])).index_copy(0, order_N, out_NE)
     weights_T1K = weights_TK[:, None].to(out_PE.dtype)
     return torch.bmm(weights_T1K, out_PE.view(*experts_TK.shape, -1))[:, 0]

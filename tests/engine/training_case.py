@@ -25,9 +25,9 @@ def token_weights(seed: int = 4) -> torch.Tensor:
 
 
 def build(
-    folder, world, *, role="actor", tp=1, pp=1, vpp=1, sp=False, dtype="fp32", recompute="none",
-    optimizer="sgd", distributed_optimizer=False, overlap=False, clip_grad=0.0, lr=0.1,
-    weight_decay=0.0, overlap_gather=False, one_all_reduce=False,
+    folder, world, *, role="actor", tp=1, pp=1, vpp=1, ep=1, sp=False, dtype="fp32",
+    recompute="none", optimizer="sgd", distributed_optimizer=False, overlap=False, clip_grad=0.0,
+    lr=0.1, weight_decay=0.0, overlap_gather=False, one_all_reduce=False,
 ):  # fmt: skip
     from megatron_rl.config.training import OptimizerSettings
     from megatron_rl.convert.huggingface import load_huggingface
@@ -36,7 +36,7 @@ def build(
     from megatron_rl.models.gpt import build_model
     from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
 
-    groups = ParallelGroups(layout=Layout(world_size=world, tp=tp, pp=pp, vpp=vpp))
+    groups = ParallelGroups(layout=Layout(world_size=world, tp=tp, pp=pp, vpp=vpp, ep=ep))
     seed_model_parallel(0, groups)
     model = build_model(
         role, read_architecture(folder), groups, dtype=dtype, sp=sp, recompute=recompute,
@@ -105,6 +105,8 @@ def reference(folder, dtype=torch.float64):
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")  # the grouped one knows no float64
     tokens, prompts = sequences()
     weights = token_weights().to(dtype)
     total = torch.zeros((), dtype=dtype)
@@ -113,4 +115,29 @@ def reference(folder, dtype=torch.float64):
         rows = torch.arange(prompt - 1, len(sequence) - 1)
         total = total + (weights[i, : len(rows)] * logp[rows, sequence[rows + 1]]).sum()
     total.backward()
-    return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return total.item(), as_stored(grads)
+
+
+def as_stored(tensors):
+    """Under the names of the files: transformers fuses experts when it loads them."""
+    found = {}
+    for name, x in tensors.items():
+        if name.endswith(".mlp.gate.weight"):
+            name = name.replace(".mlp.", MOE_BLOCK[len(x)])
+        if ".experts." not in name:
+            found[name] = x
+            continue
+        mixtral = MOE_BLOCK[len(x)] == ".block_sparse_moe."
+        parts = ("w1", "w3") if mixtral else ("gate_proj", "up_proj")
+        prefix = name.replace(".mlp.", MOE_BLOCK[len(x)]).rsplit(".", 1)[0]
+        for expert, matrix in enumerate(x):
+            pieces = dict(zip(parts, matrix.chunk(2), strict=True))
+            if name.endswith("down_proj"):
+                pieces = {"w2" if mixtral else "down_proj": matrix}
+            found |= {f"{prefix}.{expert}.{part}.weight": v for part, v in pieces.items()}
+    return found
+
+
+MOE_BLOCK = {4: ".block_sparse_moe.", 8: ".mlp."}
+"""By number of experts: the tiny Mixtral has four, the tiny Qwen3-MoE eight."""

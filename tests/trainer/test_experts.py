@@ -1,4 +1,4 @@
-"""Layer: gloo ranks. PPO on a mixture of experts: the same on every layout, with replayed routes."""
+"""Layer: gloo ranks. PPO on a mixture of experts is the same on every layout, replay included."""
 
 from __future__ import annotations
 
