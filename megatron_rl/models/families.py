@@ -48,7 +48,10 @@ _WHERE_SILENT: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
-    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": {
+        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    },
     "qwen3_moe": {
         "num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128,
         "num_experts_per_tok": 8, "moe_intermediate_size": 768,

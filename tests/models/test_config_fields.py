@@ -19,7 +19,11 @@ from megatron_rl.models.families import architecture_from_config, read_architect
 from tests.models.test_logits_equal_transformers import our_logits
 from tests.tiny_models import edit_config
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+    "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe",
+}  # fmt: skip
+EXPERTS = ("mixtral", "qwen3_moe")
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
@@ -60,12 +64,32 @@ REFUSED: dict[str, list[Any]] = {
     "attention_multiplier": [0.1], "residual_multiplier": [0.2], "logits_scaling": [8.0],
     "num_experts": [8], "num_local_experts": [8], "quantization_config": [{"bits": 4}],
 }  # fmt: skip
+OF_EXPERTS = {
+    "MOVES": {"num_experts_per_tok": [1]}, "SAME": {"router_aux_loss_coef": [0.5]},
+    "REFUSED": {
+        "output_router_logits": [True], "router_jitter_noise": [0.1], "decoder_sparse_step": [2],
+        "mlp_only_layers": [[0]], "num_experts_per_tok": [0, 99, "2"],
+    },
+}  # fmt: skip
+"""Fields of a mixture of experts alone."""
 SHAPES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
 }  # fmt: skip
 """Decided by the weights: see test_shape_fields_are_checked_against_the_weights."""
+EXPERT_SHAPES = {"num_experts", "num_local_experts", "moe_intermediate_size"}
 ELSEWHERE = {"sliding_window", "tie_word_embeddings"}  # tests of their own below
+
+
+def table(name: str, which: str) -> dict[str, list[Any]]:
+    """Fields of a family and the values to try."""
+    fields = dict({"MOVES": MOVES, "SAME": SAME, "REFUSED": REFUSED}[which])
+    if name in EXPERTS:
+        fields = {k: v for k, v in fields.items() if k not in EXPERT_SHAPES}
+        fields |= OF_EXPERTS[which]
+    if name == "qwen3_moe" and which == "MOVES":
+        fields["norm_topk_prob"] = [False]
+    return fields
 
 
 def flipped(source: Path, folder: Path, field: str, value: Any) -> Path:
@@ -99,7 +123,8 @@ def transformers_logits(folder: Path) -> list[torch.Tensor]:
 def test_every_field_of_the_class_is_decided(name):
     known = set(getattr(transformers, f"{FAMILIES[name]}Config")().to_dict())
     base = set(transformers.PretrainedConfig().to_dict())
-    decided = MOVES.keys() | SAME.keys() | REFUSED.keys() | SHAPES | ELSEWHERE
+    decided = SHAPES | ELSEWHERE | (EXPERT_SHAPES if name in EXPERTS else set())
+    decided = decided.union(*(table(name, which) for which in ("MOVES", "SAME", "REFUSED")))
     assert known - base <= decided, f"decide about {sorted(known - base - decided)}"
 
 
@@ -107,8 +132,8 @@ def test_every_field_of_the_class_is_decided(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_flipped_fields_do_what_transformers_does(ranks, tiny_model, tmp_path, name):
     source = tiny_model(name)
-    cases = [(f, v, True) for f, values in MOVES.items() for v in values]
-    cases += [(f, v, False) for f, values in SAME.items() for v in values]
+    cases = [(f, v, True) for f, values in table(name, "MOVES").items() for v in values]
+    cases += [(f, v, False) for f, values in table(name, "SAME").items() for v in values]
     folders = [
         flipped(source, tmp_path / str(i), field, value)
         for i, (field, value, _) in enumerate(cases)
@@ -128,7 +153,7 @@ def test_flipped_fields_do_what_transformers_does(ranks, tiny_model, tmp_path, n
 @pytest.mark.parametrize("name", FAMILIES)
 def test_unsupported_values_are_refused_by_name(tiny_model, name):
     config = json.loads((tiny_model(name) / "config.json").read_text())
-    for field, values in REFUSED.items():
+    for field, values in table(name, "REFUSED").items():
         for value in values:
             with pytest.raises(ValueError) as refusal:
                 architecture_from_config(config | {field: value}, source="config.json")
@@ -167,11 +192,16 @@ def load_messages(rank, world, folders):
 
 
 @pytest.mark.ranks
-def test_shape_fields_are_checked_against_the_weights(ranks, tiny_model, tmp_path):
-    source = tiny_model("llama")
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_shape_fields_are_checked_against_the_weights(ranks, tiny_model, tmp_path, name):
+    source = tiny_model(name)
     config = json.loads((source / "config.json").read_text())
-    folders = [str(flipped(source, tmp_path / f, f, config[f] * 2)) for f in sorted(SHAPES)]
-    for field, message in zip(sorted(SHAPES), ranks(1, load_messages, folders)[0], strict=True):
+    fields = sorted(SHAPES)
+    if name == "qwen3_moe":  # its dense layers' size says nothing about its experts
+        fields = sorted(SHAPES - {"intermediate_size"} | {"num_local_experts",
+                                                          "moe_intermediate_size"})  # fmt: skip
+    folders = [str(flipped(source, tmp_path / f, f, config[f] * 2)) for f in fields]
+    for field, message in zip(fields, ranks(1, load_messages, folders)[0], strict=True):
         assert message is not None and ("the shape" in message or "missing" in message), field
 
 
@@ -202,7 +232,9 @@ def test_tied_embeddings_follow_the_file_or_are_refused(ranks, tiny_model, tmp_p
     ("name", "fields"),
     [("mistral", {"sliding_window": 20}),
      ("qwen2", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 2}),
-     ("qwen3", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 0})],
+     ("qwen3", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 0}),
+     ("mixtral", {"sliding_window": 20}),
+     ("qwen3_moe", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 0})],
 )  # fmt: skip
 def test_a_sliding_window_limits_the_context(ranks, tiny_model, tmp_path, name, fields):
     """Inside the window the functions are equal; longer sequences are not let in."""
@@ -230,7 +262,8 @@ def test_a_window_that_is_off_or_unknown_changes_nothing(tiny_model):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     "field", ["num_key_value_heads", "head_dim", "sliding_window", "rms_norm_eps", "hidden_act",
-              "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"],
+              "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
+              "rope_theta"],
 )  # fmt: skip
 def test_a_missing_field_means_what_transformers_assumes(name, field):
     values = {
@@ -238,7 +271,7 @@ def test_a_missing_field_means_what_transformers_assumes(name, field):
         "num_hidden_layers": 2, "intermediate_size": 64, "max_position_embeddings": 9000,
         "num_key_value_heads": 4, "head_dim": 64, "sliding_window": 100, "rms_norm_eps": 1e-5,
         "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False,
-        "mlp_bias": False, "use_sliding_window": True,
+        "mlp_bias": False, "use_sliding_window": True, "rope_theta": 5e5,
     }  # fmt: skip
     values.pop(field)
     ours = architecture_from_config(values, source="")
@@ -248,6 +281,22 @@ def test_a_missing_field_means_what_transformers_assumes(name, field):
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 128)
     assert ours.norm_eps == theirs.rms_norm_eps and ours.tied == theirs.tie_word_embeddings
     assert ours.max_positions == min(9000, window or 9000)
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_missing_fields_of_experts_mean_what_transformers_assumes(name):
+    values = {
+        "model_type": name, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500,
+        "num_hidden_layers": 2, "intermediate_size": 96, "max_position_embeddings": 9000,
+        "num_key_value_heads": 2,
+    }  # fmt: skip
+    ours = architecture_from_config(values, source="")
+    theirs = getattr(transformers, f"{FAMILIES[name]}Config")(**values)
+    assert ours.experts.count == theirs.num_local_experts
+    assert ours.experts.per_token == theirs.num_experts_per_tok
+    assert ours.experts.normalised == getattr(theirs, "norm_topk_prob", True)
+    assert ours.ffn == getattr(theirs, "moe_intermediate_size", 96)
 
 
 # Fields of published config.json files that a reader of this family meets.
@@ -271,6 +320,16 @@ PUBLISHED = {
     "Mistral 7B": {"model_type": "mistral", "sliding_window": 4096, "num_key_value_heads": 8},
     "Qwen2.5": {"model_type": "qwen2", "max_window_layers": 21, "sliding_window": 32768,
                 "use_sliding_window": False, "use_mrope": False, "rope_theta": 1000000.0},
+    "Mixtral 8x7B": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
+                     "num_key_value_heads": 8, "output_router_logits": False,
+                     "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+                     "sliding_window": None, "attention_dropout": 0.0},
+    "Qwen3-30B-A3B": {"model_type": "qwen3_moe", "attention_bias": False, "head_dim": 128,
+                      "decoder_sparse_step": 1, "max_window_layers": 48, "mlp_only_layers": [],
+                      "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
+                      "num_experts_per_tok": 8, "num_key_value_heads": 4,
+                      "output_router_logits": False, "router_aux_loss_coef": 0.001,
+                      "rope_scaling": None, "sliding_window": None, "use_sliding_window": False},
     "Qwen3": {"model_type": "qwen3", "attention_bias": False, "head_dim": 128,
               "max_window_layers": 28, "rope_scaling": None, "sliding_window": None,
               "use_sliding_window": False, "rope_theta": 1000000},
@@ -290,7 +349,8 @@ def test_published_files_are_read(name):
     assert architecture.rope.kind == ("llama3" if name in ("Llama 3.1", "Llama 3.2") else "default")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt2"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma2", "gemma3_text", "phi3", "gpt2"])
 def test_other_families_are_refused_with_the_known_ones(kind):
-    with pytest.raises(ValueError, match=rf"'{kind}'.*llama, mistral, qwen2, qwen3"):
+    known = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe"
+    with pytest.raises(ValueError, match=f"'{kind}'.*{known}"):
         architecture_from_config({"model_type": kind}, source="config.json")
