@@ -17,6 +17,7 @@ import torch
 import yaml
 
 import train_ppo
+from tests.tiny_models import write_tiny_model
 from tests.trainer import run_case
 from tests.trainer.bad_input_case import (
     bad_line,
@@ -113,6 +114,23 @@ CASES = {
         lambda m, f: {"model__actor": {"path": copy_model(m, f, intermediate_size=97)},
                       "parallel__tp": 2},
         ["feed-forward size 97", "tp that fits: [1]"],
+    ),
+    "ep_tp_does_not_divide": (
+        lambda m, f: {"parallel__tp": 2, "parallel__ep": 3}, ["parallel.ep", "use one of [1, 2]"],
+    ),
+    "ep_tp_does_not_fit_a_dense_model": (
+        lambda m, f: {"parallel__tp": 2, "parallel__ep": 2},
+        ["parallel.ep=2", "it has no experts", "ep that fits: [1]"],
+    ),
+    "experts_tp_does_without_sp": (
+        lambda m, f: {"model__actor": {"path": str(write_tiny_model("mixtral", f / "moe"))},
+                      "parallel__tp": 2},
+        ["parallel.sp is false", "mixture of experts", "parallel.sp=true"],
+    ),
+    "experts_tp_does_micro_dp": (
+        lambda m, f: {"model__actor": {"path": str(write_tiny_model("mixtral", f / "moe"))},
+                      "parallel__tp": 2, "parallel__sp": True, "hybrid_engine__mode": "auto"},
+        ["hybrid_engine.mode is auto", "mixture of experts", "zero_repartitioning"],
     ),
     "layers_do_not_fit": (
         lambda m, f: {"parallel__pp": 3}, ["parallel.pp=3", "4 layers", "[1, 2, 4]"],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.trainer import run_case
 from tests.trainer.test_layouts_agree import NOT_COMPARED
+from tests.trainer.test_metrics import DOCS
 
 LAYOUTS = {
     "tp2_ep2": (2, dict(parallel__tp=2, parallel__ep=2, parallel__sp=True)),
@@ -39,7 +42,9 @@ def test_ppo_is_the_same_on_every_layout(ranks, tiny_model, tmp_path, one_rank, 
     for rank, steps in enumerate(ranks(world, run_case.run, values, 3)):
         for step, (got, want) in enumerate(zip(steps, one_rank, strict=True)):
             assert set(got) == set(want), f"rank {rank} logs other metrics than one rank"
-            assert got["experts/load_max"] > 1
+            assert got["experts/load_max"] > 1 and "experts/replay_changed" in got
+            documented = set(re.findall(r"`(experts/\w+)`", DOCS.read_text()))
+            assert documented == {tag for tag in got if tag.startswith("experts/")}
             for name, value in want.items():
                 if not name.startswith(NOT_COMPARED):
                     assert got[name] == pytest.approx(value, rel=2e-4, abs=2e-5), (

@@ -26,7 +26,13 @@ LAYOUTS = {
         }),
     ),
     "dp2_bf16": (2, dict(training__dtype="bf16")),
+    "experts_tp2_ep2": (2, dict(parallel__tp=2, parallel__ep=2, parallel__sp=True)),
 }  # fmt: skip
+
+
+def model_of(case: str) -> str:
+    """The tiny model of a case."""
+    return "qwen3_moe" if case.startswith("experts") else "llama"
 
 
 def assert_bitwise(got: Any, want: Any, place: str) -> None:
@@ -47,9 +53,9 @@ def assert_bitwise(got: Any, want: Any, place: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_six_steps_equal_three_kill_and_three(ranks, tiny_model_dir, tmp_path, layout):
+def test_six_steps_equal_three_kill_and_three(ranks, tiny_model, tmp_path, layout):
     world, changes = LAYOUTS[layout]
-    model = str(tiny_model_dir)
+    model = str(tiny_model(model_of(layout)))
     whole = ranks(
         world, resume_run.run, resume_run.settings(model, tmp_path / "whole", **changes), None
     )
@@ -92,16 +98,23 @@ def assert_holds_everything(folder: Path, values: dict) -> None:
 OTHER_LAYOUTS = {
     "tp2_pp2_to_tp4": (dict(parallel__tp=2, parallel__pp=2), dict(parallel__tp=4), 4, 4),
     "dp2_to_dp4": (dict(), dict(), 2, 4),
+    "experts_tp2_ep2_to_pp2": (
+        dict(parallel__tp=2, parallel__ep=2, parallel__sp=True), dict(parallel__pp=2), 2, 2,
+    ),
+    "experts_tp2_to_tp4_ep4": (
+        dict(parallel__tp=2, parallel__sp=True),
+        dict(parallel__tp=4, parallel__ep=4, parallel__sp=True), 2, 4,
+    ),
 }
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)
-def test_resume_under_another_layout(ranks, tiny_model_dir, tmp_path, name):
+def test_resume_under_another_layout(ranks, tiny_model, tmp_path, name):
     """Steps 4 to 6 as if nothing had changed, up to rounding; what is lost is said."""
     before, after, world, new_world = OTHER_LAYOUTS[name]
-    model = str(tiny_model_dir)
+    model = str(tiny_model(model_of(name)))
     values = resume_run.settings(model, tmp_path / "run", **before)
     want = ranks(world, resume_run.run, values, None)[0]
     (tmp_path / "run" / "run" / "checkpoints" / "step_00000006").rename(tmp_path / "later")
