@@ -27,7 +27,7 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "llama31"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama31", "mixtral", "qwen3_moe"])
 def test_logits_equal_transformers(tiny_model, name):
     folder = str(tiny_model(name))
     ours = our_logits(0, 1, folder, 1, 1, 1, False)
@@ -43,16 +43,18 @@ def test_bf16_packed_equals_single_sequences(tiny_model):
     assert (singles - packed).norm() / singles.norm() < 0.02
 
 
-def test_greedy_equals_transformers(tiny_model):
-    folder = str(tiny_model("llama"))
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_greedy_equals_transformers(tiny_model, name):
+    folder = str(tiny_model(name))
     ours, _ = our_greedy(0, 1, folder, {}, {}, GREEDY)
     assert_greedy(ours, reference(folder))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_ppo_steps(tiny_model_dir, tmp_path, dtype):
+def test_ppo_steps(tiny_model, tmp_path, dtype, name):
     values = run_case.settings(
-        str(tiny_model_dir), tmp_path, runtime__device="cuda", training__dtype=dtype,
+        str(tiny_model(name)), tmp_path, runtime__device="cuda", training__dtype=dtype,
         training__steps=5,
     )  # fmt: skip
     steps = run_case.run(0, 1, values, 5)

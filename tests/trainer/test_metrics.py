@@ -11,9 +11,10 @@ import pytest
 from tests.trainer import run_case
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-# Dynamic sampling, experts, a learned reward model and some ways to generation have their own.
+# Dynamic sampling, experts, a learned reward model, some ways to generation have their own.
 ONLY_WITH_A_SETTING = (
-    r"sampling/\w+|experts/\w+|reward/model_mean|throughput/scoring_\w+|\w+/(param_gather|resharding)\w*"
+    r"(sampling|experts)/\w+|reward/model_mean|throughput/scoring_\w+|"
+    r"\w+/(param_gather|resharding)\w*"
 )
 ONLY_ON_A_GPU = (
     r"memory/\w+_(allocated|reserved|fragmented)_gb|perf/gpu_memory_gb|hardware/power_watts"
