@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megatron_rl.algorithms.plugins import (
     ADVANTAGE_FUNCTION_ARGS,
     POLICY_LOSS_FUNCTION_ARGS,
@@ -160,6 +162,12 @@ def _check_experts(config: Config, architectures: dict[str, Architecture]) -> No
     for role, arch in architectures.items():
         if arch.experts is None:
             continue
+        if not hasattr(torch.nn.functional, "grouped_mm"):
+            raise ConfigError(
+                f"model.{role}.path: a mixture of experts needs the grouped products of torch 2.10 "
+                f"or later, and this is torch {torch.__version__}; install a later torch",
+                setting=f"model.{role}.path",
+            )
         tp, mode = config.role_parallel(role).tp, config.hybrid_engine.mode
         if tp > 1 and not config.parallel.sp:
             raise ConfigError(

@@ -28,7 +28,7 @@ def prompts(vocab: int = 259) -> list[torch.Tensor]:
     return [torch.randint(0, vocab - 3, (n,), generator=generator) for n in LENGTHS]
 
 
-def our_logits(rank, world, folder, tp, pp, vpp, sp, ep=1, dtype="fp32", seqs=None):
+def our_logits(rank, world, folder, tp, pp, vpp, sp, dtype="fp32", seqs=None, ep=1):
     from megatron_rl.convert.huggingface import load_huggingface
     from megatron_rl.engine.microbatch import pack
     from megatron_rl.engine.schedule import forward_only
@@ -83,8 +83,8 @@ def test_logits_equal_transformers(ranks, tiny_model, name, layout):
     folder = tiny_model(name)
     spec = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "sp": False, **layouts_of(name)[layout]}
     world = spec.pop("world")
-    sizes = [spec[k] for k in ("tp", "pp", "vpp", "sp", "ep")]
-    results = ranks(world, our_logits, str(folder), *sizes)
+    sizes = [spec[k] for k in ("tp", "pp", "vpp", "sp")]
+    results = ranks(world, our_logits, str(folder), *sizes, "fp32", None, spec["ep"])
     ours = next(r for r in reversed(results) if r is not None)
     expected = reference_logits(folder, prompts())
     for got, want in zip(ours[:-1], expected, strict=True):
