@@ -103,6 +103,9 @@ def prompt_file(named: Named, node: NodeRank, *, split: str) -> Path:
     Args:
         split: "train" or "eval": which file is meant where the data set has several.
 
+    Returns:
+        A file; a folder or a pattern with `*` for data in pieces (see `rollout.records`).
+
     Raises:
         ConfigError: one sentence for each way in which there is no such file.
     """
@@ -123,7 +126,7 @@ def is_data_id(name: str) -> bool:
 
 def _split_data_id(name: str) -> tuple[str | None, str | None]:
     """`owner/name[/file.jsonl]` → (`owner/name`, file or None); (None, None) for a path."""
-    if Path(name).exists():
+    if Path(name).exists() or ("*" in name and Path(name).parent.is_dir()):
         return None, None
     if is_hub_id(name):
         return name, None
@@ -134,7 +137,10 @@ def _split_data_id(name: str) -> tuple[str | None, str | None]:
 
 
 def _data_file(named: Named, repository: str, file: str | None, split: str) -> Path:
-    """Fetches the file that is meant: the one named, that of the split, or the only one."""
+    """Fetches the file that is meant: the one named, that of the split, or the only one.
+
+    Files whose names differ in numbers alone are pieces of one.
+    """
     of_split = [
         [f"{start}{name}*{kind}" for name in _SPLIT_NAMES[split] for start in ("", "*/")]
         for kind in _DATA_KINDS
@@ -152,12 +158,15 @@ def _data_file(named: Named, repository: str, file: str | None, split: str) -> P
             f"the data set has no {'file ' + repr(file) if file else 'JSONL or Parquet file'}",
             "prompts are read from these: check the name or convert the data first",
         )
-    if len(found) > 1 or (split == "eval" and Path(found[0]).name.startswith("train") and not file):
+    pieces = {re.sub(r"\d+", "*", name) for name in found}
+    unclear = len(pieces) > 1 and "*" not in (file or "")
+    if unclear or (split == "eval" and Path(found[0]).name.startswith("train") and not file):
         raise named.refuse(
             f"which of the data set's files is meant is not clear ({', '.join(found[:4])})",
             f"name one, as in {repository}/{found[0]}",
         )
-    return Path(_snapshot(named, repository, "dataset", found[:1], [])) / found[0]
+    meant = found[0] if len(found) == 1 else file or pieces.pop()
+    return Path(_snapshot(named, repository, "dataset", found, [])) / meant
 
 
 def _listed(named: Named, repository: str) -> list[str] | None:

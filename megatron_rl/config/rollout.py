@@ -14,9 +14,9 @@ class DataSettings:
     """The prompts."""
 
     train: str = setting("")
-    """JSONL or Parquet file of training prompts or a hub id; rewards see each row as an object."""
+    """JSONL or Parquet file(s) of training prompts or a hub id; rewards see each row as object."""
     eval: str | None = setting(None)
-    """JSONL or Parquet file of held-out prompts or a hub id; null: no evaluation."""
+    """JSONL or Parquet file(s) of held-out prompts or a hub id; null: no evaluation."""
     revision: str | None = setting(None)
     """Branch, tag or commit of the data sets' hub ids; null takes the default branch."""
     prompt_key: str = setting("prompt")

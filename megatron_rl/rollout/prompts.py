@@ -1,4 +1,4 @@
-"""Prompts from a JSONL or Parquet file: checked once, read by position, resumed exactly.
+"""Prompts from JSONL or Parquet files: checked once, read by position, resumed exactly.
 
 The order of an epoch is a permutation drawn from (seed, epoch), so the position in the data is
 three numbers.
@@ -37,7 +37,7 @@ class Prompt:
 
 
 class PromptFile:
-    """Random access to the prompts of a JSONL or Parquet file.
+    """Random access to the prompts of a JSONL or Parquet file, or of several (see `open_records`).
 
     Args:
         limit: longest allowed prompt in tokens.

@@ -1,4 +1,4 @@
-"""Rows of a data set as JSON-like objects: lines of a JSONL file, or rows of a Parquet file.
+"""Rows of a data set as JSON-like objects: lines of JSONL files, or rows of Parquet files.
 
 Both are read once from beginning to end in pieces, which finds every fault before a run starts, and
 then by position. Held in memory are one number per line or row group, and one row group at a time.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 
 _MAGIC = b"PAR1"
 _SCAN_ROWS = 1024
+_SUFFIXES = (".jsonl", ".parquet")
+_PIECE = re.compile(r"(.*)-(\d{5})-of-(\d{5})\b")
 
 
 class Records(Protocol):
@@ -43,13 +46,50 @@ class Records(Protocol):
 
 
 def open_records(path: Path) -> Records:
-    """The rows of a file, whose kind is known by its name or its first bytes.
+    """The rows of a file, or of all files of a folder or a pattern one after the other.
+
+    Args:
+        path: a file, whose kind is known by its name or its first bytes; a folder, whose JSONL and
+            Parquet files are taken; or a path with `*` in its last part. Files are in the order of
+            their names.
 
     Raises:
-        ValueError: there is no such file, it is broken, or what reads it is not installed.
+        ValueError: there is no such file, one is missing or broken, or what reads it is not
+            installed.
     """
-    if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}; check the path")
+    files = [_open(file) for file in _files(path)]
+    return files[0] if len(files) == 1 else SeveralFiles(files)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = [file for file in path.iterdir() if file.suffix in _SUFFIXES]
+        lacks = f"the folder {str(path)!r} has no *.jsonl and no *.parquet"
+    elif "*" in path.name:
+        found, lacks = list(path.parent.glob(path.name)), f"no file is like {str(path)!r}"
+    else:
+        found, lacks = [path] if path.is_file() else [], f"there is no file {str(path)!r}"
+    if not found:
+        raise ValueError(f"{lacks}; check the path")
+    _check_whole(found)
+    return sorted(found)
+
+
+def _check_whole(files: list[Path]) -> None:
+    """Refuses some pieces of a data set that says how many it has (`…-00000-of-00002…`)."""
+    if len(files) == 1:
+        return
+    for match in filter(None, (_PIECE.search(file.name) for file in files)):
+        start, _, count = match.groups()
+        here = sum(file.name.startswith(f"{start}-") for file in files)
+        if here != int(count):
+            raise ValueError(
+                f"{files[0].parent} holds {here} of the {int(count)} pieces {start}-…-of-{count}; "
+                "fetch the others, or name the files to use"
+            )
+
+
+def _open(path: Path) -> Records:
     with path.open("rb") as file:
         is_parquet = path.suffix == ".parquet" or file.read(len(_MAGIC)) == _MAGIC
     return ParquetRows(path) if is_parquet else JsonLines(path)
@@ -153,6 +193,34 @@ class ParquetRows:
             table = self._file.read_row_group(group, use_threads=False)
             rows = table.take([index - self._starts[group] for index in wanted])
             found |= zip(wanted, rows.to_pylist(), strict=True)
+        return [found[index] for index in indices]
+
+
+class SeveralFiles:
+    """The rows of several files, one file after the other."""
+
+    def __init__(self, files: Sequence[Records]) -> None:
+        self.files, self.fingerprint = files, ""
+        self._starts = [0]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def scan(self) -> Iterator[dict[str, Any]]:
+        for file in self.files:
+            yield from file.scan()
+        self._starts = [0, *accumulate(map(len, self.files))]
+        prints = "".join(file.fingerprint for file in self.files)
+        self.fingerprint = hashlib.sha256(prints.encode()).hexdigest()
+
+    def read(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        members: dict[int, list[int]] = {}
+        for index in indices:
+            members.setdefault(bisect_right(self._starts, index) - 1, []).append(index)
+        found: dict[int, dict[str, Any]] = {}
+        for number, wanted in members.items():
+            rows = self.files[number].read([index - self._starts[number] for index in wanted])
+            found |= zip(wanted, rows, strict=True)
         return [found[index] for index in indices]
 
 

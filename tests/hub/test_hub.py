@@ -150,10 +150,30 @@ DATA = {
     "parquet": (["d/train-0.parquet", "x.csv"], "org/set", "train", "d/train-0.parquet"),
     "lines_first": (["train.jsonl", "train.parquet"], "org/set", "train", "train.jsonl"),
     "split_first": (["more.jsonl", "train.parquet"], "org/set", "train", "train.parquet"),
-    "in_pieces": (["train-0.parquet", "train-1.parquet"], "org/set", "train", "not clear (train-0"),
+    "in_pieces": (["train-0.parquet", "trainer.parquet"], "org/set", "train", "not clear (train-0"),
     "neither": (["train.csv"], "org/set", "train", "has no JSONL or Parquet file; prompts are re"),
     "missing": (["a.jsonl"], "org/set/b.jsonl", "train", "has no file 'b.jsonl'"),
 }
+
+
+PIECES = {
+    "of_the_split": (
+        ["d/train-00000-of-00002.parquet", "d/train-00001-of-00002.parquet", "d/test-0.parquet"],
+        "org/set", "d/train-*-of-*.parquet", 2,
+    ),
+    "numbered": (["train-0.jsonl", "train-1.jsonl"], "org/set", "train-*.jsonl", 2),
+    "pattern": (["a-x.jsonl", "a-y.jsonl", "b.jsonl"], "org/set/a-*.jsonl", "a-*.jsonl", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PIECES)
+def test_data_set_in_pieces_gives_all_of_them(hub: Hub, case: str) -> None:
+    files, name, expected, count = PIECES[case]
+    content = {file: b'{"prompt": "%d"}\n' % i for i, file in enumerate(files)}
+    hub.repositories["datasets/org/set"] = Repository(branches={"v1": content})
+    found = prompt_file(named(name, "v1", setting="data.train"), ALONE, split="train")
+    assert str(found).endswith(expected) and sum(hub.served.values()) == count
+    assert len(list(found.parent.glob(found.name))) == count
 
 
 @pytest.mark.parametrize("case", DATA)

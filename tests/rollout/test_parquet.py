@@ -144,7 +144,38 @@ def of_columns(**columns):
     return lambda folder: write_parquet(folder / "x.parquet", pyarrow.table(columns))
 
 
+def test_several_files_are_read_as_one(tmp_path, tokenizer):
+    """A folder or a pattern, of either kind: the same rows, whatever the cuts."""
+    rows = random_rows(30, 9)
+    one = tmp_path / "one.jsonl"
+    one.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = tmp_path / "pieces"
+    folder.mkdir()
+    for number, (start, stop) in enumerate([(0, 7), (7, 8), (8, 22)]):
+        write_parquet(folder / f"train-{number:05}-of-00003.parquet", rows[start:stop])
+    lines = "".join(json.dumps(row) + "\n" for row in rows[22:])
+    (folder / "trains.jsonl").write_text(lines)
+    want = open_prompts(one, tokenizer)
+    found = open_prompts(folder, tokenizer)
+    order = random.Random(1).sample(range(30), 30)
+    assert found.read(order) == want.read(order) and len(found) == 30
+    pieces = open_prompts(folder / "train-*.parquet", tokenizer)
+    assert pieces.read([21, 0, 7]) == want.read([21, 0, 7]) and len(pieces) == 22
+    before = found.fingerprint
+    (folder / "trains.jsonl").write_text(lines.replace("split", "part"))
+    assert open_prompts(folder, tokenizer).fingerprint != before
+
+
+def without_a_piece(folder):
+    for number in (0, 2):
+        write_parquet(folder / f"train-{number:05}-of-00003.parquet", random_rows(2, number))
+    return folder / "train-*.parquet"
+
+
 BAD = {
+    "no_such_files": (lambda f: f / "train-*.parquet", ["no file is like", "check the path"]),
+    "empty_folder": (lambda f: f, ["has no *.jsonl and no *.parquet"]),
+    "missing_piece": (without_a_piece, ["2 of the 3 pieces train-…-of-00003", "fetch the others"]),
     "no_file": (lambda f: f / "none.parquet", ["there is no file", "check the path"]),
     "cut_short": (cut_short, ["can't be read as Parquet", "JSONL"]),
     "damaged": (damaged, ["rows 1 to 40 can't be read", "write the file again"]),
