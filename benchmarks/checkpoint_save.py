@@ -54,7 +54,7 @@ def build(options: argparse.Namespace):
     """A trainable Llama with random weights, optimizer state sharded over the ranks."""
     from megatron_rl.config.training import OptimizerSettings
     from megatron_rl.engine.optimizer import Trainable
-    from megatron_rl.models.families import Architecture, Rope
+    from megatron_rl.models.architecture import Architecture, Rope
     from megatron_rl.models.gpt import build_model
     from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
 

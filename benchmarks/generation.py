@@ -33,7 +33,7 @@ from megatron_rl.convert.load import load_weights
 from megatron_rl.generation.engine import Engine, EngineSettings
 from megatron_rl.generation.sequence import SamplingParams
 from megatron_rl.inference import join_ranks
-from megatron_rl.models.families import Architecture, Rope
+from megatron_rl.models.architecture import Architecture, Rope
 from megatron_rl.models.gpt import DTYPES, ParallelModel, build_model
 from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
 

@@ -17,7 +17,7 @@ from megatron_rl.engine.offload import (
     warn_about_pageable_memory,
     weights_of,
 )
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 from megatron_rl.models.gpt import DTYPES
 from megatron_rl.setup_models import Models
 

@@ -18,7 +18,7 @@ from megatron_rl.convert.companions import with_tokenizer
 from megatron_rl.convert.model_folder import ModelFolder
 from megatron_rl.hub import Named, is_data_id, is_hub_id, prompt_file, tokenizer_place
 from megatron_rl.model_inputs import model_folders, read_model
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 from megatron_rl.monitor import wandb_mirror
 from megatron_rl.once_per_node import NodeRank
 from megatron_rl.resharding.model_specs import check_generation_layout

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 
 _GIB = 2**30
 # Adam's two moments and the fp32 weight, sgd's fp32 weight: what a checkpoint holds at the least.

@@ -25,7 +25,7 @@ from megatron_rl.convert.names import (
     Rule,
     Vocabulary,
 )
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import yaml
 
 from megatron_rl.convert.kinds import Kind, kind_of
 from megatron_rl.convert.model_folder import ModelFolder
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 
 _OUR_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 

@@ -15,7 +15,8 @@ from megatron_rl.convert.companions import copy_companions
 from megatron_rl.convert.model_folder import ModelFolder, TensorInfo, head_of, stored_rules, whole
 from megatron_rl.convert.safetensors_file import SafetensorsWriter
 from megatron_rl.convert.staging import Advance, PlannedFile, fill_files
-from megatron_rl.models.families import FAMILIES, Architecture, config_json
+from megatron_rl.models.architecture import Architecture
+from megatron_rl.models.families import FAMILIES, config_json
 
 
 class ExportPlan:

@@ -46,7 +46,7 @@ from megatron_rl.convert.model_folder import (
 from megatron_rl.convert.names import at_ep
 from megatron_rl.convert.staging import Advance, PlannedFile
 from megatron_rl.convert.torch_dist import TorchDistFolder, TorchDistPlan
-from megatron_rl.models.families import Architecture, Experts, Rope
+from megatron_rl.models.architecture import Architecture, Experts, Rope
 
 _MAIN = "optimizer.main_param"
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.convert.names import Rule, all_rules
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 
 Head = Literal["lm", "value"]
 EMBEDDING = "embedding.word_embeddings.weight"

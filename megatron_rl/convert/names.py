@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 
 
 class Sliceable(Protocol):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_rl.kernels.decode_attention import NewToken, decode_attention
 from megatron_rl.kernels.rope_kv_write import rope_kv_write
-from megatron_rl.models.families import Rope
+from megatron_rl.models.architecture import Rope
 
 
 @dataclass(kw_only=True)

@@ -27,8 +27,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_rl.kernels.swiglu import swiglu
+from megatron_rl.models.architecture import Experts
 from megatron_rl.models.attention import AttentionBatch
-from megatron_rl.models.families import Experts
 
 FREE = -1
 """In routes: the router decides."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 
 
 def forward_flops(

@@ -11,8 +11,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rl.models.architecture import Architecture, Experts, Rope
 from megatron_rl.models.attention import AttentionBatch, CoreAttention
-from megatron_rl.models.families import Architecture, Experts, Rope
 from megatron_rl.models.heads import ValueHead, select_rows, vocabulary_logits
 from megatron_rl.models.layers import block_spec, transformer_engine_available
 from megatron_rl.parallel import ParallelGroups

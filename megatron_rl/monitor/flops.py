@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 from megatron_rl.models.flops import forward_flops
 
 # Dense peak TFLOP/s in the manufacturers' data sheets: (bf16 and fp16, fp32 outside tensor cores).

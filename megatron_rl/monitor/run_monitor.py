@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 from megatron_rl.monitor.flops import (
     Workload,
     peak_flops,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 from megatron_rl.models.gpt import DTYPES, ParallelModel
 from megatron_rl.parallel import Layout
 from megatron_rl.resharding.decoder import DecoderSizes, decoder_specs

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.checkpoint.cuts import cut_of, pieces, rectangles
 from megatron_rl.convert.names import Replicated, all_rules
-from megatron_rl.models.families import Architecture, Rope
+from megatron_rl.models.architecture import Architecture, Rope
 
 
 @settings(max_examples=200, deadline=None)

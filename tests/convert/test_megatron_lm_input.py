@@ -15,7 +15,7 @@ from megatron_rl.convert.megatron_lm import MegatronLMFolder, is_megatron_lm
 from megatron_rl.convert.megatron_lm.arguments import architecture_of, arguments_of
 from megatron_rl.convert.megatron_lm.locate import find_iteration
 from megatron_rl.convert.megatron_lm.plain_pickle import read_plain
-from megatron_rl.models.families import Architecture, Rope
+from megatron_rl.models.architecture import Architecture, Rope
 from tests.planted_code import Plant, name_as_pickle
 
 BASE = dict(

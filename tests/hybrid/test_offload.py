@@ -10,7 +10,7 @@ import torch
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.training import OffloadSettings
 from megatron_rl.engine.offload import Offloaded
-from megatron_rl.models.families import Architecture, Rope
+from megatron_rl.models.architecture import Architecture, Rope
 from megatron_rl.residency import check_host_memory, host_bytes_needed
 from tests.trainer import run_case
 

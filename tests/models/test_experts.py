@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_rl.models.architecture import Experts
 from megatron_rl.models.experts import FREE, _every_expert, choose, expert_outputs
-from megatron_rl.models.families import Experts
 
 HIDDEN, FFN, COUNT = 16, 24, 6
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.models.families import Architecture, Rope
+from megatron_rl.models.architecture import Architecture, Rope
 from megatron_rl.models.flops import sample_flops
 from megatron_rl.rollout.batch import concatenate
 from megatron_rl.rollout.exchange import SLACK, balanced_owners

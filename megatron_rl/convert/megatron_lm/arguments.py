@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.models.families import Architecture, Rope
+from megatron_rl.models.architecture import Architecture, Rope
 
 Arguments = argparse.Namespace
 # What Megatron's Llama 3 rope scaling computes with besides its factor; it has no settings for it.

@@ -25,7 +25,7 @@ from megatron_rl.convert.megatron_lm.plain_pickle import read_plain
 from megatron_rl.convert.model_folder import TensorInfo
 from megatron_rl.convert.names import Rule, Vocabulary
 from megatron_rl.convert.torch_dist import TorchDistFolder, overlap
-from megatron_rl.models.families import Architecture
+from megatron_rl.models.architecture import Architecture
 
 
 class Store(Protocol):
