@@ -1,9 +1,11 @@
 """Attention of one new token per sequence over a paged KV cache.
 
-    out[b, h] = Σ_n softmax_n(scale · q[b, h] · K[b, n, h // R]) · V[b, n, h // R],  n < context[b]
+    out[b, h] = Σ_n softmax_n(scale · q[b, h] · K[b, n, h // R]) · V[b, n, h // R],
+    context[b] − window ≤ n < context[b]
 
-with R = query heads per KV head (grouped-query attention, Ainslie et al. 2023) and keys and values
-found through a block table (Kwon et al. 2023, PagedAttention).
+with R = query heads per KV head (grouped-query attention, Ainslie et al. 2023), keys and values
+found through a block table (Kwon et al. 2023, PagedAttention), and the last `window` tokens seen
+(sliding window attention, Beltagy et al. 2020), or all.
 
 With `new`, the call also takes what the fused projection has just made: it rotates the queries and
 the new keys (see megatron_rl.kernels.rope_kv_write), writes the new keys and values to the cache,
@@ -51,6 +53,7 @@ def decode_attention(
     scale: float,
     *,
     new: NewToken | None = None,
+    window: int | None = None,
     split_size: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -63,15 +66,17 @@ def decode_attention(
             dimension contiguous; the other strides are free, so a `[blocks, G, S, D]` store
             passes as its transposed view.
         block_table_BN: int32 `[B, N]`, block numbers in token order. Only the first
-            ceil(context / S) entries of a row are read. A narrower view costs fewer programs.
+            ceil(context / S) entries of a row are read, and none of blocks before the window. A
+            narrower view costs fewer programs.
         context_len_B: int32 `[B]`, tokens to attend to, the new one included, at most N · S.
             0 gives a row of zeros (a padding row of a captured graph).
         new: the last token of each context, to be rotated and written first; q is then not rotated
             yet either. None: everything is in the cache.
+        window: how many of the last tokens are seen, the new one included; None: all.
         scale: factor on q · k, usually D^-0.5.
         split_size: tokens one program walks before its partial result is merged with the others'.
-            None picks 512. A row's bits depend on this number and on nothing else in the batch;
-            a value ≥ N · S never splits, as a plain full-attention pass walks.
+            None picks 512. A row's bits depend on this number, on the window and on nothing else
+            in the batch; a value ≥ N · S never splits, as a plain full-attention pass walks.
         backend: `auto`, `triton` or `torch`. The torch path reads the lengths on the host.
 
     Returns:
@@ -84,12 +89,14 @@ def decode_attention(
     _check(q_BGRD, k_cache, v_cache, block_table_BN, context_len_B)
     if new is not None:
         _check_new(q_BGRD, new)
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1 token, the new one")
     inputs = (q_BGRD, k_cache, v_cache, block_table_BN, context_len_B, scale)
     if use_triton("decode_attention", q_BHD, backend):
         from . import kernel
 
-        return kernel.decode_attention(*inputs, new=new, split_size=split_size)
-    return reference.decode_attention(*inputs, new=new)
+        return kernel.decode_attention(*inputs, new=new, window=window, split_size=split_size)
+    return reference.decode_attention(*inputs, new=new, window=window)
 
 
 def _grouped(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:

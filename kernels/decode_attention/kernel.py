@@ -9,6 +9,8 @@ them in order (flash decoding).
 The split is a number of tokens, not of programs, so where a row is cut depends on its own length
 alone: a row's bits do not change with the batch. Programs past a row's length leave at once, so
 the grid depends on the table's width only and a captured graph stays right as sequences grow.
+With a window the splits begin at the first token that is seen: nothing before it is read, and no
+more programs are launched than a window holds.
 
 Shapes: B sequences, H query heads, G KV heads, R = H / G, D head dimension, N table columns,
 S block size, P = number of splits.
@@ -67,6 +69,7 @@ def decode_attention(
     scale: float,
     *,
     new=None,
+    window: int | None = None,
     split_size: int | None = None,
     schedule: Schedule | None = None,
 ) -> Tensor:
@@ -75,7 +78,7 @@ def decode_attention(
     block_size, heads = k_cache.shape[1], groups * repeat
     plan = schedule or default_schedule(dim, q_BGRD.element_size(), split_size)
     capacity = block_table_BN.shape[1] * block_size
-    splits = max(1, triton.cdiv(capacity, plan.split))
+    splits = max(1, triton.cdiv(min(capacity, window or capacity), plan.split))
     out_BHD = torch.empty((batch, heads, dim), dtype=q_BGRD.dtype, device=q_BGRD.device)
     if batch == 0:
         return out_BHD
@@ -94,7 +97,7 @@ def decode_attention(
         batch * heads * splits,
         R=repeat, R_PAD=max(16, triton.next_power_of_2(repeat)), D=dim, D_PAD=dim_pad,
         S=block_size, TILE=plan.tile, SPLIT=plan.split,
-        NEW=new is not None, HALF=angles.shape[1] // 2 if new else 0,
+        WINDOW=window or 0, NEW=new is not None, HALF=angles.shape[1] // 2 if new else 0,
         # Triton's interpreter keeps bf16 as integers and would multiply the raw bits.
         WIDEN=not q_BGRD.is_cuda and q_BGRD.dtype == torch.bfloat16,
         num_warps=plan.warps, num_stages=plan.stages,
@@ -102,7 +105,7 @@ def decode_attention(
     if splits > 1:
         _merge[(heads, batch)](
             acc_BHPD, ml_2BHP, context_len_B, out_BHD, capacity, splits, batch * heads * splits,
-            D=dim, D_PAD=dim_pad, SPLIT=plan.split, num_warps=2,
+            D=dim, D_PAD=dim_pad, SPLIT=plan.split, WINDOW=window or 0, num_warps=2,
         )  # fmt: skip
     return out_BHD
 
@@ -126,13 +129,16 @@ def _walk(
     kn_b, kn_g, vn_b, vn_g, angle_p, heads, splits, l_offset,
     R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     TILE: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr, NEW: tl.constexpr,
-    HALF: tl.constexpr,
+    HALF: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     context = tl.minimum(tl.load(context_ptr + row), capacity)
-    start = split * SPLIT
+    seen_from = 0
+    if WINDOW:  # else 0, all
+        seen_from = tl.maximum(context - WINDOW, 0)
+    start = seen_from + split * SPLIT
     # The first split also answers for rows without context, whose output is zeros.
     if (start < context) | (split == 0):
         stop = tl.minimum(start + SPLIT, context)
@@ -163,7 +169,7 @@ def _walk(
             R_PAD, D, D_PAD, S, TILE, WIDEN,
         )  # fmt: skip
         out_row = row * heads + head
-        if context <= SPLIT:
+        if context - seen_from <= SPLIT:
             out = acc / tl.where(l > 0.0, l, 1.0)[:, None]
             out_at = out_ptr + out_row[:, None] * D + d[None, :]
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
@@ -252,10 +258,13 @@ def _merge(
     context_ptr,  # [B] int32 in
     out_ptr,  # [B, H, D] out, rows of more than one split
     capacity, splits, l_offset,
-    D: tl.constexpr, D_PAD: tl.constexpr, SPLIT: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    written = tl.cdiv(tl.minimum(tl.load(context_ptr + row), capacity), SPLIT)
+    seen = tl.minimum(tl.load(context_ptr + row), capacity)
+    if WINDOW:
+        seen = tl.minimum(seen, WINDOW)
+    written = tl.cdiv(seen, SPLIT)
     if written > 1:
         out_row = row * tl.num_programs(0) + tl.program_id(0)
         d = tl.arange(0, D_PAD)

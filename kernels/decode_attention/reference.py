@@ -22,6 +22,7 @@ def decode_attention(
     scale: float,
     *,
     new=None,
+    window: int | None = None,
 ) -> Tensor:
     """See `megatron_rl.kernels.decode_attention.decode_attention`."""
     block_size, groups = k_cache.shape[1], k_cache.shape[2]
@@ -31,9 +32,12 @@ def decode_attention(
     for row, context in enumerate(context_len_B.tolist()):
         if context == 0:
             continue
-        blocks = block_table_BN[row, : -(-context // block_size)]
-        k_GnD = _tokens(k_cache, blocks, context)
-        v_GnD = _tokens(v_cache, blocks, context)
+        first = 0 if window is None else max(context - window, 0)
+        skipped = first // block_size
+        blocks = block_table_BN[row, skipped : -(-context // block_size)]
+        seen = slice(first - skipped * block_size, context - skipped * block_size)
+        k_GnD = _tokens(k_cache, blocks, seen)
+        v_GnD = _tokens(v_cache, blocks, seen)
         # The R query heads of a KV head are R queries of one attention over its tokens.
         q_1GRD = q_BGRD[row][None]
         out_GRD = F.scaled_dot_product_attention(q_1GRD, k_GnD, v_GnD, scale=scale)[0]
@@ -55,6 +59,6 @@ def _write(
     return q_BHD.unflatten(1, q_BGRD.shape[1:3])
 
 
-def _tokens(cache: Tensor, blocks: Tensor, context: int) -> Tensor:
-    """The first `context` tokens of a block list, as `[1, G, context, D]`."""
-    return cache.index_select(0, blocks).flatten(0, 1)[:context].transpose(0, 1)[None]
+def _tokens(cache: Tensor, blocks: Tensor, seen: slice) -> Tensor:
+    """The seen tokens of a block list, as `[1, G, n, D]`."""
+    return cache.index_select(0, blocks).flatten(0, 1)[seen].transpose(0, 1)[None]

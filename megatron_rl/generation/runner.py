@@ -64,7 +64,7 @@ class Runner:
     ) -> None:
         self.model, self.cache = model, cache
         self.rope_PR, self.decode_loop = None, None
-        if model.config.window is None and cache.kernels_fit(cache.keys[0]):
+        if cache.kernels_fit(cache.keys[0]):
             frequencies = inverse_frequencies(model.arch.head_dim, model.arch.rope)
             self.rope_PR = rope_table(frequencies.to(model.device), model.arch.max_positions)
         if model.groups.layout.pp == 1:

@@ -347,6 +347,6 @@ class CoreAttention(MegatronModule):
         out = decode_attention(
             query, cache.keys[self.cache_layer], cache.values[self.cache_layer],
             cache.block_table_BN, cache.context_B, self.scale,
-            new=NewToken(k_BGD=key, v_BGD=value, cos_sin_PR=cache.rope_PR),
+            new=NewToken(k_BGD=key, v_BGD=value, cos_sin_PR=cache.rope_PR), window=self.window,
         )  # fmt: skip
         return out.flatten(1)

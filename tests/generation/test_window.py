@@ -4,6 +4,7 @@ in training alike."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -55,6 +56,43 @@ def test_generation_equals_a_sliding_window(ranks, mistral, layout):
                 assert (logits.max(-1).values - chosen < 1e-4).all()
             # Three whole sequences would need 39 blocks of 4; what is seen fits into 20.
             assert not settings or counts.cache_blocks == 20
+
+
+def by_kernels(rank, world, folder, choice, settings):
+    from megatron_rl.generation.engine import Engine, EngineSettings
+    from megatron_rl.generation.sequence import SamplingParams
+
+    os.environ["MEGATRON_RL_KERNELS"] = choice
+    try:
+        settings = EngineSettings(block_size=4, max_batch_tokens=8, **settings)
+        engine = Engine(load(folder, world, window=WINDOW), settings)
+        each = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (11, 14, 8)]
+        responses = engine.generate([[7, 8, 9], [3, 4, 5, 6, 7, 8], [40, 41]], each)
+        return [r.token_ids for r in responses], [r.logprobs for r in responses], engine.counts
+    finally:
+        del os.environ["MEGATRON_RL_KERNELS"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(cuda_graphs=False, kv_cache_bytes=7 * 2 * 4 * 4 * 2 * 16 * 4),
+        dict(burst=2, steps_ahead=1),
+    ],
+    ids=["eager", "fixed"],
+)
+def test_the_kernels_give_what_torch_gives(ranks, tiny_model, settings):
+    """Under Triton's interpreter: eagerly and with so few blocks that sequences are computed again
+    in chunks, and in passes of fixed size over their own state."""
+    folder = str(tiny_model("mistral"))
+    want, want_logprobs, _ = ranks(1, by_kernels, folder, "torch", {})[0]
+    got, logprobs, counts = ranks(1, by_kernels, folder, "triton", settings)[0]
+    assert got == want
+    assert counts.preemptions > 0 or "kv_cache_bytes" not in settings
+    for ours, theirs in zip(logprobs, want_logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
 
 
 def our_stream(rank, world, folder, lengths):

@@ -13,7 +13,9 @@ from megatron_rl.kernels.rope_kv_write import rope_kv_write, rope_table
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
-def paged_case(device, dtype, contexts, *, heads, groups, dim, block, table_blocks, seed):
+def paged_case(
+    device, dtype, contexts, *, heads, groups, dim, block, table_blocks, seed, window=None
+):
     """Random q, caches and block table; whatever a kernel must not read is NaN or out of range."""
     torch.manual_seed(seed)
     rows = len(contexts)
@@ -22,22 +24,25 @@ def paged_case(device, dtype, contexts, *, heads, groups, dim, block, table_bloc
     caches = [torch.full((total, block, groups, dim), torch.nan) for _ in range(2)]
     table = torch.randperm(total)[: rows * table_blocks].view(rows, table_blocks).int()
     for row, context in enumerate(contexts):
-        for n in range(context):
+        first = max(context - (window or context), 0)
+        for n in range(first, context):
             for cache in caches:
                 cache[table[row, n // block], n % block] = torch.randn(groups, dim)
         table[row, -(-context // block) :] = 2**30
+        table[row, : first // block] = -(2**30)
     k, v = (cache.to(device, dtype) for cache in caches)
     return q, k, v, table.to(device), torch.tensor(contexts, dtype=torch.int32, device=device)
 
 
-def dense_fp64(q, k_cache, v_cache, table, context, scale):
+def dense_fp64(q, k_cache, v_cache, table, context, scale, window=None):
     rows = []
     for row, length in enumerate(context.tolist()):
         if length == 0:
             rows.append(torch.zeros_like(q[row], dtype=torch.float64))
             continue
-        blocks = table[row, : -(-length // k_cache.shape[1])].long()
-        k, v = (c[blocks].flatten(0, 1)[:length].double() for c in (k_cache, v_cache))
+        blocks = table[row, : -(-length // k_cache.shape[1])].long().clamp(min=0)
+        seen = slice(max(length - (window or length), 0), length)
+        k, v = (c[blocks].flatten(0, 1)[seen].double() for c in (k_cache, v_cache))
         repeat = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
         weights = (torch.einsum("hd,nhd->hn", q[row].double(), k) * scale).softmax(-1)
@@ -65,6 +70,33 @@ def test_equals_dense_attention(device, backend, dtype, heads, groups, dim, bloc
     assert out.dtype == dtype and out.shape == case[0].shape
     assert relative_error(out, dense_fp64(*case, 0.11)) < TOLERANCE[dtype]
     assert not out[0].any(), "a row without context must be zeros"
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 100, 192, 1000])
+def test_a_window_sees_the_last_tokens_and_reads_no_others(device, backend, window):
+    """Before the window the cache is NaN, and a block's number is none."""
+    contexts = [0, 1, 63, 64, 65, 192, 137, 101]
+    case = paged_case(
+        device, torch.float32, contexts, heads=6, groups=2, dim=64, block=16, table_blocks=12,
+        seed=window, window=window,
+    )  # fmt: skip
+    for split in (None, 64) if backend == "triton" else (None,):
+        out = decode_attention(*case, 0.11, window=window, split_size=split, backend=backend)
+        assert relative_error(out, dense_fp64(*case, 0.11, window)) < 1e-6
+        assert not out[0].any()
+    q, k, v, table, context = case
+    alone = decode_attention(
+        q[5:6], k, v, table[5:6], context[5:6], 0.11, window=window, backend=backend
+    )
+    together = decode_attention(*case, 0.11, window=window, backend=backend)
+    assert torch.equal(alone[0], together[5]), "bits do not depend on batch mates"
+
+
+def test_a_window_without_a_token_is_refused():
+    cache = torch.zeros(4, 16, 2, 64)
+    table, context = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="window=0 must be at least 1"):
+        decode_attention(torch.zeros(2, 4, 64), cache, cache, table, context, 0.1, window=0)
 
 
 def test_head_dim_256_and_many_splits(device):
@@ -126,17 +158,20 @@ def test_strided_queries_and_empty_batch(device, backend):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "groups", "dim", "width", "split"),
-    [(8, 2, 64, 64, None), (3, 3, 96, 96, 64), (10, 2, 64, 16, 64)],
-)
+    ("heads", "groups", "dim", "width", "split", "window"),
+    [
+        (8, 2, 64, 64, None, None), (3, 3, 96, 96, 64, None), (10, 2, 64, 16, 64, None),
+        (8, 2, 64, 64, None, 33), (3, 3, 96, 48, 64, 70),
+    ],
+)  # fmt: skip
 def test_a_new_token_is_rotated_written_and_attended(
-    device, backend, dtype, heads, groups, dim, width, split
+    device, backend, dtype, heads, groups, dim, width, split, window
 ):
     """As by the separate write, also where the new token is the first of a split."""
     contexts = [1, 64, 65, 0, 129, 100]
     q, k, v, table, context = paged_case(
         device, dtype, contexts, heads=heads, groups=groups, dim=dim, block=16, table_blocks=9,
-        seed=width,
+        seed=width, window=window,
     )  # fmt: skip
     fused = torch.randn(len(q), groups, heads // groups + 2, dim).to(device, dtype)
     queries, k_new, v_new = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
@@ -152,12 +187,13 @@ def test_a_new_token_is_rotated_written_and_attended(
     )
     new = NewToken(k_BGD=k_new, v_BGD=v_new, cos_sin_PR=angles)
     out = decode_attention(
-        queries, k, v, table, context, 0.11, new=new, split_size=split, backend=backend
-    )
+        queries, k, v, table, context, 0.11, new=new, window=window, split_size=split,
+        backend=backend,
+    )  # fmt: skip
     for cache, expected in zip((k, v), apart, strict=True):
         torch.testing.assert_close(cache, expected, equal_nan=True)
         assert cache.isnan().equal(expected.isnan()), "nothing else is written"
-    expected = dense_fp64(rotated, *apart, table, context, 0.11)
+    expected = dense_fp64(rotated, *apart, table, context, 0.11, window)
     assert relative_error(out, expected) < 2 * TOLERANCE[dtype]
     assert not out[3].any()
 
