@@ -50,3 +50,22 @@ def test_ppo_is_the_same_on_every_layout(ranks, tiny_model, tmp_path, one_rank, 
                     assert got[name] == pytest.approx(value, rel=2e-4, abs=2e-5), (
                         f"rank {rank} step {step} {name}"
                     )
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_replay_keeps_training_on_what_was_sampled(ranks, tiny_model, tmp_path):
+    """In bf16 the router changes its mind between generation and training, unless replayed."""
+    drift = {}
+    for replay in (True, False):
+        values = run_case.settings(
+            str(tiny_model("qwen3_moe")), tmp_path / str(replay), rollout__router_replay=replay,
+            training__dtype="bf16", rollout__batch_size=16, rollout__n=4,
+            rollout__max_new_tokens=48, training__mini_batch_size=64, training__epochs=1,
+            training__micro_batch_size=8, algorithm__name="grpo",
+        )  # fmt: skip
+        steps = ranks(1, run_case.run, values, 3)[0]
+        drift[replay] = [(s["drift/mean_abs"], s["drift/max_abs"]) for s in steps]
+        print(f"replay {replay}: mean, largest |Δ log-prob| {drift[replay]}")
+    for (mean, largest), (free_mean, free_largest) in zip(drift[True], drift[False], strict=True):
+        assert mean < free_mean and largest < 0.5 * free_largest
