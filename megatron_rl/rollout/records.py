@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
@@ -185,15 +185,10 @@ class ParquetRows:
             self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
 
     def read(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        members: dict[int, list[int]] = {}
-        for index in indices:
-            members.setdefault(bisect_right(self._starts, index) - 1, []).append(index)
-        found: dict[int, dict[str, Any]] = {}
-        for group, wanted in members.items():
-            table = self._file.read_row_group(group, use_threads=False)
-            rows = table.take([index - self._starts[group] for index in wanted])
-            found |= zip(wanted, rows.to_pylist(), strict=True)
-        return [found[index] for index in indices]
+        def rows_of(group: int, rows: list[int]) -> list[dict[str, Any]]:
+            return self._file.read_row_group(group, use_threads=False).take(rows).to_pylist()
+
+        return _read_in_parts(indices, self._starts, rows_of)
 
 
 class SeveralFiles:
@@ -214,14 +209,27 @@ class SeveralFiles:
         self.fingerprint = hashlib.sha256(prints.encode()).hexdigest()
 
     def read(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        members: dict[int, list[int]] = {}
-        for index in indices:
-            members.setdefault(bisect_right(self._starts, index) - 1, []).append(index)
-        found: dict[int, dict[str, Any]] = {}
-        for number, wanted in members.items():
-            rows = self.files[number].read([index - self._starts[number] for index in wanted])
-            found |= zip(wanted, rows, strict=True)
-        return [found[index] for index in indices]
+        return _read_in_parts(indices, self._starts, lambda part, rows: self.files[part].read(rows))
+
+
+def _read_in_parts(
+    indices: Sequence[int], starts: list[int],
+    rows_of: Callable[[int, list[int]], list[dict[str, Any]]],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows at `indices`, in that order; each part is read once.
+
+    Args:
+        starts: the first row of each part, and the number of all.
+        rows_of: the rows of a part, which are counted from its first.
+    """
+    members: dict[int, list[int]] = {}
+    for index in indices:
+        members.setdefault(bisect_right(starts, index) - 1, []).append(index)
+    found: dict[int, dict[str, Any]] = {}
+    for part, wanted in members.items():
+        rows = rows_of(part, [index - starts[part] for index in wanted])
+        found |= zip(wanted, rows, strict=True)
+    return [found[index] for index in indices]
 
 
 def _pyarrow(path: Path) -> ModuleType:

@@ -86,7 +86,7 @@ def share(rank: int, dp: int, logp_BR: torch.Tensor) -> Any:
         response_lengths=[r for _, r in LENGTHS], index_B=torch.arange(count),
         group_B=torch.arange(count) // 2, finished_B=torch.ones(count, dtype=torch.bool),
         mask_BR=mask_BR, rollout_logprobs_BR=logp_BR + draw["drift"],
-        scores_B=torch.zeros(count), tensors={
+        scores_B=torch.zeros(count), routes=[None] * count, tensors={
             "advantages": draw["advantages"], "values": draw["values"],
             "returns": draw["returns"], "old_logprobs": logp_BR + draw["old"],
             "ref_logprobs": logp_BR + draw["ref"],

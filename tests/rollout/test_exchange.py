@@ -60,6 +60,10 @@ def samples(index, scores, n, width=5):
         prompt_lengths=[1] * len(index), index_B=torch.tensor(index),
         group_B=torch.tensor(index) // n, finished_B=torch.tensor([i % 2 == 0 for i in index]),
         mask_BR=mask, rollout_logprobs_BR=rows * mask, scores_B=torch.tensor(scores),
+        routes=[
+            torch.full((2, k, 1), i, dtype=torch.int16)
+            for i, k in zip(index, lengths, strict=True)
+        ],
         tensors={"values": rows * mask},
     )  # fmt: skip
 
@@ -69,6 +73,7 @@ def check_row(batch, row, number):
     length = number * 7 % 5 + 1
     assert batch.texts[row] == f"t{number}" and batch.response_lengths[row] == length
     assert batch.sequences[row].tolist() == [number] * (length + 1)
+    assert batch.routes[row].tolist() == [[[number]] * length] * 2
     assert bool(batch.finished_B[row]) == (number % 2 == 0)
     for values in (batch.rollout_logprobs_BR, batch.tensors["values"]):
         assert values[row].sum() == number * length
