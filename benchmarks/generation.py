@@ -1,8 +1,8 @@
-"""Tokens per second of in-process generation, against the floor and against transformers.
+"""Tokens per second of in-process generation, against the floor and against other engines.
 
-    python benchmarks/generation.py --model DIR --batch 16 --threads 2 --peer        # on a CPU
-    python benchmarks/generation.py --shape 1b --batch 1 64 256 --peer               # on a GPU
-    python benchmarks/generation.py --shape 1b --lognormal 512 --forked
+    python benchmarks/generation.py --model DIR --batch 16 --threads 2 --peer static      # on a CPU
+    python benchmarks/generation.py --shape 1b --batch 1 64 256 --peer static megatron    # on a GPU
+    python benchmarks/generation.py --shape 1b --lognormal 512 --forked --peer batch
     torchrun --nproc_per_node 2 benchmarks/generation.py --shape 8b --tp 2 --batch 32
 
 Every response has exactly `--new` tokens, sampled at temperature 1; a warm-up run of the same size
@@ -12,7 +12,9 @@ decoding: without the prompts' pass; the share is its share of the floor of a de
 
     max(weight bytes / bandwidth, 2 · weights · B / rate) + B · KV bytes(mean context) / bandwidth
 
-with the copy bandwidth and the matrix rate measured in the same run.
+with the copy bandwidth and the matrix rate measured in the same run. Peers (see
+benchmarks/generation_peers.py) answer the same requests in turns with ours, `ratio` is the median
+of ours over theirs in each turn.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from generation_peers import Generate, peer
 
 from megatron_rl.convert.kinds import open_model
 from megatron_rl.convert.load import load_weights
@@ -106,43 +109,69 @@ def floor_seconds(
     return matrices + batch * context * kv * item / bandwidth
 
 
-def ours(model: ParallelModel, options: argparse.Namespace, lengths: list[int]) -> dict:
-    """Median tokens/s of `--repeats` runs over requests of these response lengths."""
-    settings = EngineSettings(
+class Ours:
+    """Our engine as one that can be timed."""
+
+    def __init__(self, model: ParallelModel, options: argparse.Namespace) -> None:
+        self.engine = Engine(model, settings(options))
+        self.marks: list[float] = []
+        self.steady: list[float] = []
+        self.engine.after_step = lambda: self.marks.append(time.perf_counter())
+
+    def __call__(self, prompts: list[list[int]], lengths: list[int]) -> float:
+        """Seconds that are not ours: of graph capture."""
+        self.marks.clear()
+        sampling = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths]
+        self.engine.generate(prompts, sampling)
+        gaps = [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        if gaps:
+            self.steady.append(self.engine.burst * len(lengths) / statistics.median(gaps))
+        return self.engine.counts.capture_seconds
+
+
+def settings(options: argparse.Namespace) -> EngineSettings:
+    return EngineSettings(
         max_running=max(options.max_running, 1), burst=options.burst,
         cuda_graphs=not options.no_graphs,
     )  # fmt: skip
-    engine = Engine(model, settings)
+
+
+def compare(
+    ours: Ours, peers: dict[str, Generate], options: argparse.Namespace, lengths: list[int]
+) -> dict:
+    """Tokens/s over requests of these response lengths: ours and the peers', in turns."""
     draw = random.Random(0)
-    ids = range(5, min(1000, model.arch.vocab))
-    prompts = [draw.choices(ids, k=options.prompt) for _ in lengths]
-    sampling = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths]
-    rates, steady, marks = [], [], []
-    engine.after_step = lambda: marks.append(time.perf_counter())
+    largest = min(1000, ours.engine.model.arch.vocab)
+    prompts = [[draw.randrange(5, largest) for _ in range(options.prompt)] for _ in lengths]
+    ours.steady.clear()
+    rates: dict[str, list[float]] = {name: [] for name in ("ours", *peers)}
     for _ in range(options.repeats + 1):
-        synchronize()
-        marks.clear()
-        begin = time.perf_counter()
-        engine.generate(prompts, sampling)
-        synchronize()
-        seconds = time.perf_counter() - begin - engine.counts.capture_seconds
-        rates.append(sum(lengths) / seconds)
-        gaps = [b - a for a, b in zip(marks, marks[1:], strict=False)]
-        steady.append(engine.burst * len(lengths) / statistics.median(gaps))
-    return {
-        "tokens_per_s": statistics.median(rates[1:]), "spread": [min(rates[1:]), max(rates[1:])],
-        "steady_tokens_per_s": statistics.median(steady[1:]),
-        "capture_s": engine.counts.capture_seconds, "steps": engine.counts.steps,
+        for name, generate in {"ours": ours, **peers}.items():
+            synchronize()
+            begin = time.perf_counter()
+            not_counted = generate(prompts, lengths) or 0.0
+            synchronize()
+            rates[name].append(sum(lengths) / (time.perf_counter() - begin - not_counted))
+    rates = {name: values[1:] for name, values in rates.items()}
+    row = {
+        "tokens_per_s": statistics.median(rates["ours"]),
+        "spread": [min(rates["ours"]), max(rates["ours"])],
+        "steady_tokens_per_s": statistics.median(ours.steady[1:] or [math.nan]),
+        "capture_s": ours.engine.counts.capture_seconds, "steps": ours.engine.counts.steps,
     }  # fmt: skip
+    for name in peers:
+        ratios = [a / b for a, b in zip(rates["ours"], rates[name], strict=True)]
+        row[name] = {
+            "tokens_per_s": statistics.median(rates[name]),
+            "spread": [min(rates[name]), max(rates[name])],
+            "ratio": statistics.median(ratios), "ratios": [min(ratios), max(ratios)],
+        }  # fmt: skip
+    return row
 
 
 def profile(model: ParallelModel, options: argparse.Namespace, batch: int) -> list[list]:
     """Where one run's device time goes: [kernel, milliseconds, calls], the longest first."""
-    settings = EngineSettings(
-        max_running=max(options.max_running, 1), burst=options.burst,
-        cuda_graphs=not options.no_graphs,
-    )  # fmt: skip
-    engine = Engine(model, settings)
+    engine = Engine(model, settings(options))
     prompts = [list(range(5, 5 + options.prompt))] * batch
     sampling = SamplingParams(max_new_tokens=64, ignore_eos=True)
     engine.generate(prompts, sampling)
@@ -164,37 +193,13 @@ def forked(model: ParallelModel, options: argparse.Namespace) -> dict:
     return {"computed_tokens": counts.computed_tokens, "prefill_tokens": 1024, "samples": 8}
 
 
-def peer(options: argparse.Namespace, batch: int, model: ParallelModel) -> dict:
-    """transformers' generate on the same device, dtype, prompt and lengths."""
-    import transformers
-
-    device = model.device
-    if options.model:
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            options.model, dtype=DTYPES[options.dtype], local_files_only=True
-        )
-    else:
-        shape = SHAPES[options.shape]
-        config = transformers.LlamaConfig(
-            hidden_size=shape["hidden"], num_hidden_layers=shape["layers"], vocab_size=VOCAB,
-            num_attention_heads=shape["heads"], num_key_value_heads=shape["kv_heads"],
-            head_dim=shape["head_dim"], intermediate_size=shape["ffn"],
-            tie_word_embeddings=shape["tied"], max_position_embeddings=CONTEXT,
-        )  # fmt: skip
-        with torch.device(device):
-            theirs = transformers.LlamaForCausalLM(config).to(DTYPES[options.dtype])
-    theirs = theirs.to(device).eval()
-    ids = torch.randint(5, 1000, (batch, options.prompt), device=device)
-    kwargs = dict(
-        attention_mask=torch.ones_like(ids), max_new_tokens=options.new, do_sample=True, top_k=0,
-        min_new_tokens=options.new, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    if device.type == "cuda":
-        kwargs["cache_implementation"] = "static"
-    with torch.no_grad():
-        theirs.generate(ids, **kwargs)
-        seconds = seconds_of(lambda: theirs.generate(ids, **kwargs), options.repeats)
-    return {"tokens_per_s": batch * options.new / seconds}
+def lognormal_lengths(options: argparse.Namespace) -> list[int]:
+    draw = random.Random(1)
+    mu = math.log(256) - options.sigma**2 / 2
+    return [
+        min(max(int(draw.lognormvariate(mu, options.sigma)), 1), 1024)
+        for _ in range(options.lognormal)
+    ]
 
 
 def main() -> None:
@@ -217,7 +222,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--profile", action="store_true", help="kernels by device time")
-    parser.add_argument("--peer", action="store_true", help="transformers in the same run")
+    parser.add_argument(
+        "--peer", nargs="*", choices=["static", "batch", "megatron"],
+        help="other engines in the same run: see benchmarks/generation_peers.py",
+    )  # fmt: skip
     options = parser.parse_args()
     options.dtype = options.dtype or ("bf16" if torch.cuda.is_available() else "fp32")
     if options.threads:
@@ -225,27 +233,20 @@ def main() -> None:
     model = build(options)
     bandwidth, rate = limits(model.device, model.config.params_dtype)
     show({"bandwidth": bandwidth, "rate": rate, "device": str(model.device)})
+    ours = Ours(model, options)
+    peers = {name: peer(name, model, options) for name in options.peer or []}
     for batch in options.batch:
-        row = {"batch": batch, **ours(model, options, [options.new] * batch)}
+        row = {"batch": batch, **compare(ours, peers, options, [options.new] * batch)}
         context = options.prompt + options.new / 2
         floor = batch / floor_seconds(model, batch, context, bandwidth, rate)
-        row |= {"floor": floor, "share": row["steady_tokens_per_s"] / floor}
-        if options.peer:
-            row["transformers"] = peer(options, batch, model)["tokens_per_s"]
-            row["ratio"] = row["tokens_per_s"] / row["transformers"]
-        show(row)
+        show(row | {"floor": floor, "share": row["steady_tokens_per_s"] / floor})
         for kernel in profile(model, options, batch) if options.profile else []:
             show({"kernel": kernel})
     if options.lognormal:
-        draw = random.Random(1)
-        mu = math.log(256) - options.sigma**2 / 2
-        lengths = [
-            min(max(int(draw.lognormvariate(mu, options.sigma)), 1), 1024)
-            for _ in range(options.lognormal)
-        ]
+        lengths = lognormal_lengths(options)
         mean = round(statistics.mean(lengths))
-        spread = ours(model, options, lengths)
-        fixed = ours(model, options, [mean] * options.lognormal)
+        spread = compare(ours, peers, options, lengths)
+        fixed = compare(ours, {}, options, [mean] * options.lognormal)
         show({
             "lognormal": spread, "forced": fixed, "mean_length": mean,
             "ratio": spread["tokens_per_s"] / fixed["tokens_per_s"],

@@ -76,3 +76,23 @@ def taken(rank, world, room, idle):
     return todo.take(room, idle=idle), WorkList(
         groups, own=[], shared=[], n=2, batch=-9
     ).take(2, idle=True)  # fmt: skip
+
+
+def claimed(rank, world, folder, layout, number):
+    """Whether anybody took a prompt from the list."""
+    from torch.distributed import distributed_c10d
+
+    samples, _ = collected(rank, world, folder, layout, number, False)
+    assert samples
+    return distributed_c10d._get_default_store().check([f"work_list/{number}"])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world", "layout", "number"), [(1, {}, 21), (2, {"tp": 2}, 22), (2, {}, 23)], ids=str
+)
+def test_one_replica_needs_no_list(ranks, tiny_model_dir, world, layout, number):
+    """Its twelve prompts are more than run at once, but there is nobody to share them with."""
+    replicas = world // layout.get("tp", 1)
+    for asked in ranks(world, claimed, str(tiny_model_dir), layout, number):
+        assert asked == (replicas > 1)
