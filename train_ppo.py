@@ -64,6 +64,21 @@ def run(arguments: argparse.Namespace, env: Environment) -> int:
     if env.rank == 0:
         for warning in config.warnings():
             print(f"warning: {warning}", file=sys.stderr)
+    config.validate_world(env.world_size)
+    try:
+        if config.place_of(env.rank, env.world_size).name in config.ranks_apart:
+            from megatron_rl.frozen.service import serve_frozen_model
+
+            serve_frozen_model(config)
+        else:
+            train(config, env)
+        return exit_codes.DONE
+    except StoppedBySignal as stop:
+        print(f"rank {env.rank}: {stop}", file=sys.stderr, flush=True)
+        return exit_codes.REQUEUE
+
+
+def train(config: Config, env: Environment) -> None:
     from megatron_rl.trainer import Trainer
 
     trainer = Trainer(config)
@@ -72,10 +87,6 @@ def run(arguments: argparse.Namespace, env: Environment) -> int:
             metrics = trainer.train()
         if env.rank == 0:
             print(summary(config, metrics), flush=True)
-        return exit_codes.DONE
-    except StoppedBySignal as stop:
-        print(f"rank {env.rank}: {stop}", file=sys.stderr, flush=True)
-        return exit_codes.REQUEUE
     finally:
         trainer.close()
 

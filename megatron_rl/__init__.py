@@ -14,6 +14,7 @@ _PUBLIC = {
     "ConfigError": "megatron_rl.config",
     "Trainer": "megatron_rl.trainer",
     "create_inference_engine": "megatron_rl.inference",
+    "serve_frozen_model": "megatron_rl.frozen.service",
 }
 
 __all__ = [*sorted(_PUBLIC), "__version__"]

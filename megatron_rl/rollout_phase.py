@@ -6,18 +6,20 @@ stop may leave them at any point (see stopping.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from megatron_rl.config import Config
+from megatron_rl.frozen.client import FrozenClient
+from megatron_rl.generation.sequence import Response
 from megatron_rl.models.flops import sample_flops
 from megatron_rl.monitor.summary import EvaluationResult
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.resharding.transition import on_generation_layout
 from megatron_rl.rewards.base import score
 from megatron_rl.rewards.model import learned_scores
-from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.rollout.batch import RolloutBatch, make_batch
 from megatron_rl.rollout.collect import collect, prompts_per_block, sampling_params
 from megatron_rl.rollout.dynamic_sampling import fill_batch
 from megatron_rl.rollout.exchange import balance, computed_under
@@ -34,6 +36,7 @@ class RolloutPhase:
 
     Args:
         phase: a timed phase, by name, with what it needs on the device.
+        apart: role → frozen model on ranks of its own.
 
     Attributes:
         samples_drawn: in the run so far. It numbers the requests, whose noise it keys.
@@ -41,10 +44,10 @@ class RolloutPhase:
 
     def __init__(
         self, config: Config, inputs: RunInputs, models: Models, *, stop: StopSignals,
-        phase: Callable[[str], AbstractContextManager[None]],
+        phase: Callable[[str], AbstractContextManager[None]], apart: dict[str, FrozenClient],
     ) -> None:  # fmt: skip
         self.config, self.inputs, self.models = config, inputs, models
-        self.stop, self.phase = stop, phase
+        self.stop, self.phase, self.apart = stop, phase, apart
         self.groups: ParallelGroups = models.actor.model.groups
         self.samples_drawn = 0
         self._batches = 0  # in this process: names the work lists
@@ -75,7 +78,7 @@ class RolloutPhase:
                     batch = self.generate(
                         prompts[first : first + size], n=1,
                         temperature=config.evaluation.temperature,
-                        first_request=EVALUATION_REQUESTS + first,
+                        first_request=EVALUATION_REQUESTS + first, roles=("reward",),
                     )  # fmt: skip
                     self._reward(batch)
                     total.add(batch)
@@ -87,20 +90,48 @@ class RolloutPhase:
 
     def generate(
         self, prompts: list[Prompt], *, n: int, temperature: float, first_request: int,
-        first_index: int = 0,
+        first_index: int = 0, roles: Sequence[str] = ("reward", "reference"),
     ) -> RolloutBatch:  # fmt: skip
-        """This replica's samples, not scored yet; see `rollout.collect.collect`."""
+        """This replica's samples, not scored yet; see `rollout.collect.collect`.
+
+        Args:
+            roles: frozen models that get each sample as soon as it is complete, if they are on
+                ranks of their own.
+        """
         sampling = sampling_params(
             self.config, self.inputs.tokenizer, temperature=temperature, seed=self.config.seed
         )
         self._batches += 1
         # Who takes a prompt from a work list depends on time, and so do the last bits of a batch.
         work_list = None if self.config.training.deterministic else self._batches
-        return collect(
-            self.models.transition, self.inputs.tokenizer, prompts, n=n, sampling=sampling,
-            first_request=first_request, first_index=first_index,
-            block=prompts_per_block(self.config, self.groups.layout.dp), work_list=work_list,
-        )  # fmt: skip
+        clients = [c for role, c in self.apart.items() if role in roles and c.streams]
+        with self._sent_to(clients, prompts, n=n, first_request=first_request):
+            return collect(
+                self.models.transition, self.inputs.tokenizer, prompts, n=n, sampling=sampling,
+                first_request=first_request, first_index=first_index,
+                block=prompts_per_block(self.config, self.groups.layout.dp), work_list=work_list,
+            )  # fmt: skip
+
+    @contextmanager
+    def _sent_to(
+        self, clients: list[FrozenClient], prompts: list[Prompt], *, n: int, first_request: int
+    ) -> Iterator[None]:
+        """Completed responses go to `clients`, sent by one rank of the replica that generates."""
+        engine, tokenizer = self.models.engine, self.inputs.tokenizer
+
+        def send(responses: list[Response]) -> None:
+            numbers = [r.request - first_request for r in responses]
+            texts = [tokenizer.decode(r.token_ids) for r in responses]
+            batch = make_batch([prompts[k // n] for k in numbers], responses, texts, numbers, n)
+            for client in clients:
+                client.send(batch)
+
+        if clients and engine.model.groups.control().rank() == 0:
+            engine.on_responses = send
+        try:
+            yield
+        finally:
+            engine.on_responses = None
 
     def _draw(self, first_index: int = 0) -> RolloutBatch:
         """Samples for the next `rollout.batch_size` prompts, with their scores."""
@@ -119,7 +150,9 @@ class RolloutPhase:
     def _reward(self, batch: RolloutBatch) -> None:
         """The learned model's scores, the function's, or both together."""
         learned, model = None, self.models.reward
-        if model is not None:
+        if "reward" in self.apart:
+            learned = self.apart["reward"].numbers(batch)
+        elif model is not None:
             (learned,) = computed_under(
                 batch, self.groups, model.groups,
                 lambda share: [

@@ -105,6 +105,12 @@ class RunInputs:
         return {role: model.architecture for role, model in self.models.items()}
 
     @property
+    def architectures_here(self) -> dict[str, Architecture]:
+        """Those of the models on the ranks that train."""
+        apart = self.config.ranks_apart
+        return {role: arch for role, arch in self.architectures.items() if role not in apart}
+
+    @property
     def may_be_late(self) -> bool:
         """Whether another node may take long for its inputs, because some come from the hub."""
         config = self.config

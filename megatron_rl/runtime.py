@@ -77,10 +77,17 @@ class Environment:
 
 
 class Runtime:
-    """The process group and what has to be undone at the end."""
+    """The process group and what has to be undone at the end.
+
+    Attributes:
+        place: the ranks of the process group: all, or those that do the same as this one.
+        store: the rendezvous' store, which all ranks share; None: somebody else made the group.
+    """
 
     def __init__(self, config: Config, env: Environment) -> None:
         self.config, self.env = config, env
+        self.place = config.place_of(env.rank, env.world_size)
+        self.store: dist.Store | None = None
         self.device = _choose_device(config, env)
         self._owns_group = False
         self.stop = StopSignals(config.runtime.grace_time)
@@ -107,6 +114,11 @@ class Runtime:
         torch.manual_seed(self.config.seed)
 
     def _meet_the_others(self, inputs_may_be_late: bool) -> None:
+        if dist.is_initialized() and not self.place.alone:
+            raise ConfigError(
+                f"ranks are set apart for {', '.join(self.config.ranks_apart)}, but this process "
+                "is in a process group already: leave that to Trainer and serve_frozen_model"
+            )
         if not dist.is_initialized():
             self._join(inputs_may_be_late)
             self._owns_group = True
@@ -114,7 +126,7 @@ class Runtime:
         from megatron_rl.parallel import control_group, set_group_timeout
 
         set_group_timeout(self.config.runtime.collective_timeout)
-        self.stop.everyone = control_group([list(range(self.env.world_size))])
+        self.stop.everyone = control_group([list(range(self.place.size))])
 
     def _join(self, inputs_may_be_late: bool) -> None:
         env = self.env
@@ -130,9 +142,11 @@ class Runtime:
         else:
             store = _meet(env, _A_WEEK if inputs_may_be_late else timeout)
         store.set_timeout(timeout)
+        self.store = dist.PrefixStore("run", store)
         dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo", timeout=timeout, rank=env.rank,
-            world_size=env.world_size, store=dist.PrefixStore("run", store),
+            "nccl" if self.device.type == "cuda" else "gloo", timeout=timeout,
+            rank=self.place.index, world_size=self.place.size,
+            store=dist.PrefixStore(self.place.name, self.store),
         )  # fmt: skip
 
     def _start_watchdog(self) -> None:
@@ -140,7 +154,7 @@ class Runtime:
         settings = self.config.runtime
         self.watchdog = Watchdog(
             rank=self.env.rank, world_size=self.env.world_size,
-            store=dist.distributed_c10d._get_default_store() if self._owns_group else None,
+            store=self.store if self._owns_group else None,
             stop=self.stop, silence=settings.heartbeat_timeout,
             collective_timeout=settings.collective_timeout,
             folder=Path(self.config.run_dir) / "logs",

@@ -85,6 +85,15 @@ def build_models(config: Config, inputs: RunInputs, world_size: int) -> Models:
     )  # fmt: skip
 
 
+def build_frozen(
+    config: Config, inputs: RunInputs, role: str, world_size: int
+) -> ParallelModel:
+    """Allocates and loads the one model of ranks that hold nothing else."""
+    groups = ParallelGroups(layout=_layout(config, role, world_size))
+    seed_model_parallel(config.seed, groups)
+    return _model(role, config, inputs, groups, trainable=False)
+
+
 def _transition(config: Config, actor: ParallelModel, inputs: RunInputs) -> Transition:
     """The configured way to generation, or the one that is estimated to be fastest."""
     engine, settings = config.hybrid_engine, engine_settings(config)
@@ -132,14 +141,18 @@ def _groups_by_role(
     made: dict[Layout, ParallelGroups] = {}
     by_role = {}
     for role in inputs.architectures:
-        own = config.role_parallel(role)
-        layout = Layout(
-            world_size=world_size, tp=own.tp, pp=own.pp, vpp=own.vpp, ep=own.ep
-        )
+        if role in config.ranks_apart:
+            continue
+        layout = _layout(config, role, world_size)
         if layout not in made:
             made[layout] = ParallelGroups(layout=layout)
         by_role[role] = made[layout]
     return by_role
+
+
+def _layout(config: Config, role: str, world_size: int) -> Layout:
+    own = config.role_parallel(role)
+    return Layout(world_size=world_size, tp=own.tp, pp=own.pp, vpp=own.vpp, ep=own.ep)
 
 
 def _model(

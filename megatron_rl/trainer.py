@@ -21,6 +21,7 @@ from megatron_rl.config import Config
 from megatron_rl.convert.huggingface import export_huggingface
 from megatron_rl.engine.passes import logprob_pass, needs_old_logprobs, value_pass
 from megatron_rl.engine.update import actor_loss, critic_loss
+from megatron_rl.frozen.client import clients_of
 from megatron_rl.learners import Learner, train_jointly, train_one_by_one
 from megatron_rl.monitor.expert_metrics import expert_metrics
 from megatron_rl.monitor.out_of_memory import explain_out_of_memory
@@ -56,9 +57,11 @@ class Trainer:
         self.config = config
         env = Environment.read()
         config.validate_world(env.world_size)
+        config.place_of(env.rank, env.world_size).check_trains(env.rank)
         self.inputs = RunInputs.check(config, reward)
-        check_host_memory(config, self.inputs.architectures, world_size=env.world_size)
         self.runtime = Runtime(config, env)
+        here = self.inputs.architectures_here
+        check_host_memory(config, here, world_size=self.runtime.place.size)
         self.runtime.start(inputs_may_be_late=self.inputs.may_be_late)
         self.step_count, self.closed = 0, False
         self.timer = PhaseTimer(self.runtime.device)
@@ -72,7 +75,7 @@ class Trainer:
         """Models, checkpoints and the monitor; resumes."""
         config = self.config
         with self.timer.phase("startup"):
-            self.models = build_models(config, self.inputs, env.world_size)
+            self.models = build_models(config, self.inputs, self.runtime.place.size)
         engine = self.models.transition.engine
         engine.after_step = partial(self.runtime.stop.look, engine.model.groups.control())
         self.groups = self.models.actor.model.groups
@@ -82,9 +85,13 @@ class Trainer:
             env.rank, env.world_size, self.runtime.device, config.training.dtype,
             self.groups.tp_rank, self.groups.dp_rank, self.groups.pp_rank, self.groups.layout,
         )  # fmt: skip
-        self.rollout = RolloutPhase(
-            config, self.inputs, self.models, stop=self.runtime.stop, phase=self._phase
+        self.apart = clients_of(
+            config, self.groups, self.runtime.store, reader=self.inputs.reward_reader
         )
+        self.rollout = RolloutPhase(
+            config, self.inputs, self.models, stop=self.runtime.stop, phase=self._phase,
+            apart=self.apart,
+        )  # fmt: skip
         self.kl: FixedKL | AdaptiveKL = FixedKL(kl.coef)
         if kl.adaptive.enable:
             self.kl = AdaptiveKL(kl.coef, target=kl.adaptive.target, horizon=kl.adaptive.horizon)
@@ -101,8 +108,9 @@ class Trainer:
         self.residency = Residency(config, self.models, self.runtime.device)
         self.residency.rest()
         self.monitor = RunMonitor(
-            config, self.inputs.architectures, self.groups, self.timer, first_step=self.step_count
-        )
+            config, self.inputs.architectures_here, self.groups, self.timer,
+            first_step=self.step_count,
+        )  # fmt: skip
 
     # ---- the run -------------------------------------------------------------------------------
 
@@ -199,6 +207,9 @@ class Trainer:
             # Waits for a background save; skipped after a crash, when other ranks may not answer.
             if error is None or isinstance(error, StoppedBySignal):
                 self.checkpoints.close()
+                if dist.get_rank() == 0:
+                    for client in self.apart.values():
+                        client.mailbox.end(stopped=error is not None)
         self.runtime.close()
 
     # ---- phases --------------------------------------------------------------------------------
@@ -216,7 +227,10 @@ class Trainer:
             with self._phase("old_logprobs"):
                 batch.tensors["old_logprobs"] = logprob_pass(batch, models.actor.model, config)
         self.runtime.stop.check()
-        if models.reference is not None:
+        if "reference" in self.apart:
+            with self._phase("ref_logprobs"):
+                batch.tensors["ref_logprobs"] = self.apart["reference"].rows(batch)
+        elif models.reference is not None:
             with self._phase("ref_logprobs"):
                 (batch.tensors["ref_logprobs"],) = computed_under(
                     batch, self.groups, models.reference.groups,

@@ -14,7 +14,7 @@ LEVELS = {
     "trainer": 0, "generate": 0, "setup_models": 1, "setup_checkpoints": 1, "run_inputs": 1,
     "inference": 1, "inference_peers": 1, "model_inputs": 2, "surroundings": 2, "monitor": 2,
     "checkpoint": 2, "rewards": 2, "convert": 2, "rollout": 2, "engine": 3,
-    "residency": 1, "rollout_phase": 1, "learners": 1,
+    "residency": 1, "frozen": 1, "rollout_phase": 1, "learners": 1,
     "generation": 4, "resharding": 4, "comm": 4, "preflight": 4, "models": 5, "algorithms": 6,
     "text": 6, "sentencepiece_text": 6, "hub": 6, "once_per_node": 6, "runtime": 6, "parallel": 6,
     "watchdog": 7, "stopping": 7, "rank_log": 7, "rendezvous": 7, "kernels": 7, "cuda_on_cpu": 7,

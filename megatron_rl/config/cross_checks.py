@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from .execution_checks import check_execution, nearest_multiples
 from .learning_checks import check_learning
 from .model import data_parallel_size
+from .placement import check_placement, check_ranks, ranks_apart
 from .schema import refuse
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def check_required(config: Config) -> None:
 def check_all(config: Config) -> None:
     """Every rule that needs no world size."""
     check_execution(config)
+    check_placement(config)
     check_learning(config)
 
 
@@ -52,13 +54,17 @@ def warnings(config: Config) -> list[str]:
 
 def check_world(config: Config, world_size: int) -> int:
     """The data parallel size; refuses layouts and batches that don't fit ``world_size`` ranks."""
-    parallel = config.parallel
-    dp = data_parallel_size(parallel.tp, parallel.pp, world_size, prefix="parallel")
+    parallel, apart = config.parallel, ranks_apart(config)
+    world_size = check_ranks(config, world_size)
+    whose = "that train" if apart else "of this run"
+    dp = data_parallel_size(parallel.tp, parallel.pp, world_size, prefix="parallel", whose=whose)
     for role in ("critic", "reference", "reward"):
         own = config.role(role).parallel
-        if own is not None:
+        if own is not None and role not in apart:
             prefix = f"model.{role}.parallel"
-            replicas = data_parallel_size(own.tp, own.pp, world_size, prefix=prefix)
+            replicas = data_parallel_size(
+                own.tp, own.pp, world_size, prefix=prefix, whose=whose
+            )
             if replicas > config.samples_per_step:
                 rule = f"makes {replicas} replicas of the {role}, more than a step has samples"
                 way_out = f"set rollout.batch_size*rollout.n to at least {replicas}"
@@ -72,6 +78,6 @@ def check_world(config: Config, world_size: int) -> int:
             refuse(dotted, size, rule, f"use {nearest_multiples(size, dp)}")
     absent = [rank for rank in config.monitor.profile.ranks if rank >= world_size]
     if config.monitor.profile.steps and absent:
-        rule = f"there are {world_size} ranks, numbered from 0"
+        rule = f"there are {world_size} ranks {whose}, numbered from 0"
         refuse("monitor.profile.ranks", absent[0], rule, f"use ranks below {world_size}")
     return dp

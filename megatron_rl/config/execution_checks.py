@@ -67,7 +67,7 @@ def _check_models(config: Config) -> None:
         ("reference", config.has_reference, "enable is false", "enable=true"),
         ("reward", config.has_learned_reward, "path is null", "path"),
     ):
-        for name in ("path", "parallel"):
+        for name in ("path", "parallel", "ranks"):
             value = getattr(config.role(role), name)
             if value is not None and not exists:
                 rule = f"has no effect while model.{role}.{why_not}"

@@ -240,8 +240,8 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
         "Megatron-Core is the only training engine here",
     ),
     "resource_pool": _refused(
-        "all models share all ranks in one program, without pools",
-        "remove it; model.reward.parallel gives the reward model a layout of its own",
+        "actor and critic share the ranks that train, without pools",
+        "remove it; model.reward.ranks and model.reference.ranks give a frozen model its own",
     ),
     "lora": _NO_LORA,
     "model.lora": _NO_LORA,

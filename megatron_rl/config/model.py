@@ -39,7 +39,7 @@ class FrozenRole(ModelRole):
     """A model that is read and never trained."""
 
     ranks: list[int] | None = setting(None, at_least=0)
-    """Ranks that hold this model; null places it on all ranks beside the others."""
+    """Ranks that hold this model and train nothing; null: all ranks, beside the other models."""
 
 
 @dataclass(**SECTION)
@@ -120,8 +120,14 @@ class ParallelSettings:
         return data_parallel_size(self.tp, self.pp, world_size, prefix=prefix)
 
 
-def data_parallel_size(tp: int, pp: int, world_size: int, *, prefix: str) -> int:
-    """``world_size / (tp*pp)``, or a ConfigError that says which tp and pp would fit."""
+def data_parallel_size(
+    tp: int, pp: int, world_size: int, *, prefix: str, whose: str = "of this run"
+) -> int:
+    """``world_size / (tp*pp)``, or a ConfigError that says which tp and pp would fit.
+
+    Args:
+        whose: which ranks these are, for the message.
+    """
     if world_size % (tp * pp) == 0:
         return world_size // (tp * pp)
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -132,6 +138,7 @@ def data_parallel_size(tp: int, pp: int, world_size: int, *, prefix: str) -> int
         ways.append(f"with pp={pp} use {prefix}.tp in {fitting_tp}")
     if fitting_pp:
         ways.append(f"with tp={tp} use {prefix}.pp in {fitting_pp}")
-    ways.append(f"or start a multiple of {tp * pp} ranks")
-    rule = f"tp*pp = {tp}*{pp} = {tp * pp} must divide the {world_size} ranks of this run"
+    start = "start" if whose == "of this run" else "have"
+    ways.append(f"or {start} a multiple of {tp * pp} ranks")
+    rule = f"tp*pp = {tp}*{pp} = {tp * pp} must divide the {world_size} ranks {whose}"
     refuse(f"{prefix}.tp", tp, rule, ", ".join(ways))

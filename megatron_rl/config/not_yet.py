@@ -19,10 +19,6 @@ def _more_than_one(value: Any) -> bool:
     return value > 1
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None
-
-
 def _is_true(value: Any) -> bool:
     return value is True
 
@@ -33,16 +29,6 @@ def _is(*refused: str) -> Predicate:
 
 NOT_YET: dict[str, tuple[Predicate, str]] = {
     "parallel.cp": (_more_than_one, "context parallelism"),
-    "model.reference.ranks": (
-        _is_given,
-        "a reference model on some of the ranks. One program runs on all of them, and these ranks "
-        "would wait while the others generate; give it a layout with model.reference.parallel",
-    ),
-    "model.reward.ranks": (
-        _is_given,
-        "a reward model on some of the ranks. One program runs on all of them, and these ranks "
-        "would wait while the others generate; give it a layout with model.reward.parallel",
-    ),
     "rollout.backend": (_is("vllm"), "generation by vLLM"),
     "comm_trace.enable": (_is_true, "the communication trace"),
 }

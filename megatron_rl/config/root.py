@@ -18,6 +18,7 @@ from .help_texts import annotated_yaml
 from .model import ModelRole, ModelSettings, ParallelSettings, RoleParallel
 from .not_yet import check_not_yet
 from .operation import CheckpointSettings, CommTraceSettings, MonitorSettings, RuntimeSettings
+from .placement import Place, place_of, ranks_apart
 from .rollout import DataSettings, EvaluationSettings, RewardSettings, RolloutSettings
 from .schema import SECTION, ConfigError, section, setting
 from .training import HybridEngineSettings, TrainingSettings
@@ -148,6 +149,15 @@ class Config:
         shared = self.parallel
         own = self.role(name).parallel
         return own or RoleParallel(tp=shared.tp, pp=shared.pp, vpp=shared.vpp, ep=shared.ep)
+
+    @property
+    def ranks_apart(self) -> dict[str, list[int]]:
+        """Role to ranks, for the frozen models on ranks of their own."""
+        return ranks_apart(self)
+
+    def place_of(self, rank: int, world_size: int) -> Place:
+        """Whether a rank trains or holds a frozen model, and with whom."""
+        return place_of(self, rank, world_size)
 
     @property
     def has_critic(self) -> bool:

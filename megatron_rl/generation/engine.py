@@ -65,6 +65,7 @@ class Engine:
         counts: what the last session did.
         after_step: called by `generate` and `serve` on every rank of the engine's replica after
             each step of the session; what it raises ends the generation.
+        on_responses: called there, too, with the responses that a step has completed.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Engine:
         self.decode = decode
         self.counts = SessionCounts()
         self.after_step: Callable[[], None] | None = None
+        self.on_responses: Callable[[list[Response]], None] | None = None
 
     def generate(
         self, prompts: List[List[int]], sampling: SamplingParams | List[SamplingParams], *,
@@ -173,6 +175,8 @@ class Engine:
     def _step(self, session: Session) -> dict[int, Response]:
         """One step; the responses that it completes, by request."""
         _, responses = session.step()
+        if self.on_responses is not None and responses:
+            self.on_responses(list(responses))
         if self.after_step is not None:
             self.after_step()
         return {r.request: r for r in responses}

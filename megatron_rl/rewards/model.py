@@ -89,9 +89,12 @@ def learned_scores(
     batch: RolloutBatch, model: ParallelModel, reader: SampleReader, config: Config
 ) -> Tensor:
     """The reward model's score of every sample, fp32 `[B]`, equal on all ranks of the replica."""
-    if not len(batch):
-        return torch.zeros(0)
-    sequences, training = reader.sequences(batch), config.training
+    return scores_of(reader.sequences(batch), model, config) if len(batch) else torch.zeros(0)
+
+
+def scores_of(sequences: list[Tensor], model: ParallelModel, config: Config) -> Tensor:
+    """The score at the last token of each sequence (`SampleReader.sequences`), fp32 `[B]`."""
+    training = config.training
     parts = partition(
         [len(s) for s in sequences], micro_batch_size=training.micro_batch_size,
         max_tokens=training.max_tokens_per_micro_batch,

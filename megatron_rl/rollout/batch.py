@@ -26,6 +26,7 @@ class RolloutBatch:
         prompt_lengths, response_lengths: tokens.
         index_B: int64, number of the sample among those of the step over all replicas, prompt by
             prompt: what decides its mini-batch, so that no layout can.
+        request_B: int64, number of the sample in the run (`Response.request`).
         group_B: int64, the prompt that each sample answers (unique over replicas).
         finished_B: bool, False where the length limit cut the response.
         mask_BR: 1 on trained response tokens, 0 on padding.
@@ -42,6 +43,7 @@ class RolloutBatch:
     prompt_lengths: list[int]
     response_lengths: list[int]
     index_B: Tensor
+    request_B: Tensor
     group_B: Tensor
     finished_B: Tensor
     mask_BR: Tensor
@@ -116,6 +118,7 @@ def make_batch(
         sequences=[torch.tensor(r.prompt_ids + r.token_ids) for r in responses],
         prompt_lengths=[len(r.prompt_ids) for r in responses],
         index_B=index_B, group_B=index_B // n,
+        request_B=torch.tensor([r.request for r in responses], dtype=torch.int64),
         finished_B=torch.tensor([r.finish_reason == "stop" for r in responses], dtype=torch.bool),
         mask_BR=mask_BR.float(), rollout_logprobs_BR=logprobs_BR,
         scores_B=torch.zeros(len(responses)), routes=list(routes or [None] * len(responses)),

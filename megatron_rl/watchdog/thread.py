@@ -17,8 +17,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -69,6 +69,7 @@ class Watchdog:
         self._leaving = threading.Event()
         self._looked_at, self._passed = time.monotonic(), 0.0
         self._still_seconds, self._last_look = 0.0, ()
+        self._waits_for_work = False
         self._silent_seconds, self._neighbours_count = 0.0, -1
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -99,6 +100,15 @@ class Watchdog:
                 left = self._store.add("left", 0)
         except RuntimeError:
             log.info("the rendezvous store was gone before this rank left")
+
+    @contextmanager
+    def waits_for_work(self) -> Iterator[None]:
+        """Around a wait of the main thread that may be long, because others have work to do."""
+        self._waits_for_work = True
+        try:
+            yield
+        finally:
+            self._waits_for_work = False
 
     def fail(self, error: BaseException, exit_code: int) -> None:
         """This rank ends with an error: the others learn of it at once.
@@ -181,7 +191,7 @@ class Watchdog:
 
     def _own_main_thread(self) -> Verdict | None:
         look = snapshot.fingerprint(snapshot.main_frame())
-        still = look == self._last_look
+        still = look == self._last_look and not self._waits_for_work
         self._still_seconds = self._still_seconds + self._passed if still else 0.0
         self._last_look = look
         if self._still_seconds < self._still_limit:

@@ -74,7 +74,7 @@ REFUSED = [
     ("training_backend=fsdp", ("training_backend = 'fsdp'", "Megatron-Core", "'megatron'")),
     ("checkpoint_config.format=hdf5", ("format = 'hdf5'", "file locks", "'torch'")),
     ("resource_pool={a: 1}",
-     ("resource_pool = {'a': 1}", "share all ranks", "model.reward.parallel")),
+     ("resource_pool = {'a': 1}", "share the ranks that train", "model.reward.ranks")),
     ("lora={r: 8}", ("lora = {'r': 8}", "LoRA", "remove it")),
     ("model.lora.r=8", ("model.lora = {'r': 8}", "LoRA", "remove it")),
     ("hybrid_engine.enable_3d_hybrid=false", ("enable_3d_hybrid = false", "off", "use true")),

@@ -45,9 +45,24 @@ CASES = [
     ("model.reference={enable: false, parallel: {pp: 2}}", "algorithm.kl.placement=none",
      ("model.reference.parallel = ", "model.reference.enable is false", "enable=true or")),
     ("model.reward={path: r, ranks: [0]}", "parallel.tp=1",
-     ("model.reward.ranks = [0]", "not supported yet", "would wait", "model.reward.parallel")),
-    ("model.reference.ranks=[0]", "parallel.tp=1",
-     ("model.reference.ranks = [0]", "not supported yet", "would wait", "reference.parallel")),
+     ("model.reward.ranks = [0]", "rank 0 trains", "other ranks")),
+    ("model.reward={path: r, ranks: []}", "parallel.tp=1", ("ranks = []", "at least one rank")),
+    ("model.reward={path: r, ranks: [2, 2]}", "parallel.tp=1", ("ranks = [2, 2]", "none twice")),
+    ("model.reward={path: r, ranks: [2, 3]}", "model.reference.ranks=[3]",
+     ("model.reward.ranks = [2, 3]", "rank 3 holds the reference already", "other ranks")),
+    ("model.reward.ranks=[3]", "parallel.tp=1",
+     ("model.reward.ranks = [3]", "model.reward.path is null", "set model.reward.path")),
+    ("model.reference={enable: false, ranks: [3]}", "algorithm.kl.placement=none",
+     ("model.reference.ranks = [3]", "model.reference.enable is false", "enable=true")),
+    ("model.reference.ranks=[3]",
+     "hybrid_engine.reference_offload={enable: true, offload_device: cpu}",
+     ("reference_offload.enable = true", "model.reference.ranks", "remove it")),
+    ("model.reference.ranks=[3]",
+     "algorithm.kl={estimator: full, placement: loss, coef: 0.1}",
+     ("kl.estimator = 'full'", "do not travel", "k3")),
+    ("model.reference.ranks=[3]",
+     "training.gradient_compression={enable: true, hierarchical: true}",
+     ("gradient_compression.hierarchical = true", "every node", "model.reference.ranks")),
     ("parallel.tp=4", "hybrid_engine.generation_pp=1", ("training layout", "mode=micro_dp")),
 ]  # fmt: skip
 
@@ -75,3 +90,25 @@ def test_what_is_not_said_follows(load, settings, layouts) -> None:
     """A size left out stays as in training, or follows from micro_dp_size; fewest stages first."""
     engine = load("parallel={tp: 4, pp: 2}", MICRO.format(settings)).hybrid_engine
     assert engine.generation_layouts(4, 2) == layouts
+
+
+def test_ranks_of_frozen_models_are_checked_against_the_world(load):
+    overrides = ("parallel.tp=2", "model.reference={ranks: [4], parallel: {tp: 1}}")
+    config = load(*overrides, "model.reward={path: r, ranks: [5, 2], parallel: {tp: 2}}")
+    assert config.validate_world(7) == 2
+    places = [config.place_of(rank, 7) for rank in range(7)]
+    assert [(p.name, p.index, p.size) for p in places] == [
+        ("training", 0, 4), ("training", 1, 4), ("reward", 0, 2), ("training", 2, 4),
+        ("reference", 0, 1), ("reward", 1, 2), ("training", 3, 4),
+    ]  # fmt: skip
+    assert not places[0].alone and load().place_of(1, 2).alone
+    places[0].check_trains(0)
+    for call, message in (
+        (lambda: config.validate_world(5), r"reward\.ranks = .*no rank 5 among the 5 .*from 1 to"),
+        (lambda: config.validate_world(6), r"parallel\.tp = 2: .* divide the 3 ranks that train"),
+        (lambda: load(*overrides, "model.reward={path: r, ranks: [5]}").validate_world(6),
+         r"model\.reward\.parallel\.tp = 2: .* divide the 1 ranks in model\.reward\.ranks"),
+        (lambda: places[4].check_trains(4), r"rank 4 holds the reference.*serve_frozen_model"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            call()

@@ -84,6 +84,7 @@ def share(rank: int, dp: int, logp_BR: torch.Tensor) -> Any:
         prompts=[Prompt(index=i, text="", token_ids=[0], record={}) for i in range(count)],
         texts=[""] * count, sequences=sequences, prompt_lengths=[p for p, _ in LENGTHS],
         response_lengths=[r for _, r in LENGTHS], index_B=torch.arange(count),
+        request_B=torch.arange(count),
         group_B=torch.arange(count) // 2, finished_B=torch.ones(count, dtype=torch.bool),
         mask_BR=mask_BR, rollout_logprobs_BR=logp_BR + draw["drift"],
         scores_B=torch.zeros(count), routes=[None] * count, tensors={

@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -106,6 +107,23 @@ def test_a_thread_that_does_not_move_looks_the_same_and_one_that_works_does_not(
     assert "thread still one:" in stacks and "wait_here" in stacks
     assert "test_a_thread_that_does_not_move" not in stacks, "the looking thread itself"
     assert collectives == []
+
+
+def test_a_main_thread_that_waits_for_work_does_not_hang(tmp_path):
+    dog = Watchdog(
+        rank=0, world_size=2, store=dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False),
+        stop=StopSignals(60.0), silence=5.0, collective_timeout=5.0, folder=tmp_path,
+    )  # fmt: skip
+    dog._passed = 2.0
+
+    def looks():
+        return [dog._own_main_thread() for _ in range(5)]
+
+    with ThreadPoolExecutor(1) as pool:
+        with dog.waits_for_work():
+            assert pool.submit(looks).result() == [None] * 5
+        found = pool.submit(looks).result()
+    assert found[0] is None and found[-1].kind == "still"
 
 
 def rank_main(rank: int, port: int, folder: str, task: str, settings: dict) -> None:

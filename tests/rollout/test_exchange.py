@@ -58,6 +58,7 @@ def samples(index, scores, n, width=5):
         prompts=prompts, texts=[f"t{i}" for i in index], response_lengths=lengths,
         sequences=[torch.full((k + 1,), i) for i, k in zip(index, lengths, strict=True)],
         prompt_lengths=[1] * len(index), index_B=torch.tensor(index),
+        request_B=torch.tensor(index) + 1000,
         group_B=torch.tensor(index) // n, finished_B=torch.tensor([i % 2 == 0 for i in index]),
         mask_BR=mask, rollout_logprobs_BR=rows * mask, scores_B=torch.tensor(scores),
         routes=[
