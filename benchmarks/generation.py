@@ -36,13 +36,17 @@ from megatron_rl.convert.load import load_weights
 from megatron_rl.generation.engine import Engine, EngineSettings
 from megatron_rl.generation.sequence import SamplingParams
 from megatron_rl.inference import join_ranks
-from megatron_rl.models.architecture import Architecture, Rope
+from megatron_rl.models.architecture import Architecture, Experts, Rope
 from megatron_rl.models.gpt import DTYPES, ParallelModel, build_model
 from megatron_rl.parallel import Layout, ParallelGroups, seed_model_parallel
 
 SHAPES = {
     "1b": dict(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, tied=True),
     "8b": dict(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, tied=False),
+    "30b-a3b": dict(
+        family="qwen3_moe", hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn=768,
+        tied=False, qk_norm=True, experts=Experts(count=128, per_token=8, normalised=True),
+    ),
 }  # fmt: skip
 VOCAB, CONTEXT = 128256, 8192
 
@@ -58,10 +62,8 @@ def build(options: argparse.Namespace) -> ParallelModel:
         model = build_model("actor", folder.architecture, groups, dtype=options.dtype)
         load_weights(model, folder)
         return model
-    arch = Architecture(
-        family="llama", vocab=VOCAB, norm_eps=1e-5, max_positions=CONTEXT,
-        rope=Rope(theta=500000.0), **SHAPES[options.shape],
-    )  # fmt: skip
+    common = dict(family="llama", vocab=VOCAB, norm_eps=1e-5, max_positions=CONTEXT)
+    arch = Architecture(rope=Rope(theta=500000.0), **(common | SHAPES[options.shape]))
     model = build_model("actor", arch, groups, dtype=options.dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -99,13 +101,20 @@ def limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
 def floor_seconds(
     model: ParallelModel, batch: int, context: float, bandwidth: float, rate: float
 ) -> float:
-    """Least time of one decode step on this rank."""
+    """Least time of one decode step on this rank; of the experts it reads those that somebody
+    takes, if all are as likely."""
     embedding = 0 if model.arch.tied else model.arch.vocab * model.arch.hidden
     count = sum(p.numel() for _, p in model.named_parameters()) - embedding
+    read = active = count
+    if model.arch.experts is not None:
+        in_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+        share = model.arch.experts.per_token / model.arch.experts.count
+        read -= in_experts * (1 - share) ** batch
+        active -= in_experts * (1 - share)
     item = model.config.params_dtype.itemsize
     layers = model.arch.layers
     kv = 2 * layers * max(model.arch.kv_heads // model.groups.layout.tp, 1) * model.arch.head_dim
-    matrices = max(count * item / bandwidth, 2 * count * batch / rate)
+    matrices = max(read * item / bandwidth, 2 * active * batch / rate)
     return matrices + batch * context * kv * item / bandwidth
 
 

@@ -108,6 +108,7 @@ PARTS = (
     bench("generation-1b", 90, f"{GENERATE} --shape 1b --batch 1 64 256",
           small=f"{GENERATE} --model {MODEL} --batch 2 --prompt 8 --new 8 --repeats 1"),
     bench("generation-8b", 120, f"{GENERATE} --shape 8b --batch 1 32 256"),
+    bench("generation-experts", 150, f"{GENERATE} --shape 30b-a3b --batch 1 64 256"),
     bench("generation-lognormal", 75, f"{GENERATE} --shape 1b --lognormal 512"),
     bench("generation-forked", 40, f"{GENERATE} --shape 1b --forked"),
     bench("generation-peer", 150, f"{GENERATE} --shape 1b --batch 64 --repeats 1 --peer"),
