@@ -98,7 +98,7 @@ PARTS = (
                 "--batch 4 --new 8"),
     kernel("decode_attention", 60, "--new"),
     kernel("int8_allreduce", 150, "--sizes 26 28 30 --path"),
-    kernel("int8_allreduce", 120, "--sizes 30 --sweep", suffix="-sweep"),
+    kernel("int8_allreduce", 150, "--sizes 30 --sweep", suffix="-sweep"),
     kernel("reshard", 120, "--peer"),
     kernel("rms_norm", 20),
     kernel("rope_kv_write", 20),
