@@ -106,7 +106,8 @@ def check_ranks(config: Config, world_size: int) -> int:
         absent = [rank for rank in ranks if rank >= world_size]
         if absent:
             rule = f"there is no rank {absent[0]} among the {world_size} of this run"
-            refuse(dotted, ranks, rule, f"use ranks from 1 to {world_size - 1}, or start more")
+            fitting = f"use ranks from 1 to {world_size - 1} or " if world_size > 1 else ""
+            refuse(dotted, ranks, rule, f"{fitting}start more")
         own = config.role_parallel(role)
         data_parallel_size(
             own.tp, own.pp, len(ranks), prefix=f"model.{role}.parallel", whose=f"in {dotted}"
