@@ -28,7 +28,7 @@ CASES = {
                          **ADAM),
     "critic_pp2": dict(world=2, pp=2, role="critic", distributed_optimizer=True, **ADAM),
 }  # fmt: skip
-SLOW = ("tp2_sp_sgd_plain", "padded_heads", "dp2_bf16_critic")
+SLOW = ("tp2_sp_sgd_plain", "padded_heads", "dp2_bf16_critic", "tp2_pp2", "tp2_plain_bf16")
 
 
 def run(rank, world, folder, model_folder, spec):

@@ -21,6 +21,7 @@ PAIRS = {
         dict(world=2, distributed_optimizer=False), dict(world=2, pp=2), "llama", "bf16"
     ),
 }  # fmt: skip
+SLOW = ("padded_heads", "one_kv_head", "vpp")
 
 
 def build(spec, model, world, dtype):
@@ -54,7 +55,9 @@ def resume_and_go_on(rank, world, folder, model, spec, dtype):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else []) for n in PAIRS]
+)
 def test_next_losses_and_norms_are_the_same(ranks, tiny_model, tmp_path, name):
     """The second step depends on the optimizer state, so that is carried over, too."""
     before, after, model, dtype = PAIRS[name]

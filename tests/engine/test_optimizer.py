@@ -86,7 +86,7 @@ def test_distributed_optimizer_and_overlap_equal_the_plain_one(ranks, tiny_model
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_half_precision_follows_fp32(ranks, tiny_model, dtype):
     """fp32 main weights and reduction; fp16 may skip its first steps until the loss scale fits."""
     folder = str(tiny_model("qwen2"))

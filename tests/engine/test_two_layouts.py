@@ -33,7 +33,7 @@ def step_pair(rank, world, folder, specs, steps):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_layouts_in_one_process(ranks, tiny_model, distributed):
     folder = str(tiny_model("llama_tied"))
     option = dict(distributed_optimizer=distributed)

@@ -91,17 +91,26 @@ def assert_greedy(ours: list[tuple[list[int], list[float]]], expected) -> None:
 GREEDY = dict(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
 
 
+EXPERTS = ("mixtral", "qwen3_moe")
+
+
+def quick(number: int, family: str) -> set[str]:
+    """Every family on one layout of two ranks, llama also on one and on four; slowly all on all."""
+    if family in EXPERTS:
+        return set()
+    of_two = ("tp2_sp", "pp2")[number % 2]
+    return {of_two, "tp1", "tp2_pp2"} if family == "llama" else {of_two}
+
+
 CASES = [
-    # Every family on one layout of two ranks; llama, and slowly all, on every layout.
-    pytest.param(family, layout, marks=[] if family == "llama" or layout == quick else slow)
+    pytest.param(family, layout, marks=[] if layout in quick(number, family) else slow)
     for slow in [pytest.mark.slow]
     for number, family in enumerate(sorted(TINY))
-    for quick in [("tp2_sp", "pp2")[number % 2]]
     for layout in LAYOUTS
 ]
 CASES += [
     pytest.param(name, layout, marks=[] if layout == "tp2_ep2" else pytest.mark.slow)
-    for name in ("mixtral", "qwen3_moe")
+    for name in EXPERTS
     for layout in EXPERT_LAYOUTS
 ]
 
@@ -120,7 +129,7 @@ def test_greedy_equals_transformers(ranks, tiny_model, name, layout):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "layout", ["tp1", pytest.param("tp2_sp", marks=pytest.mark.slow), "pp2"]
+    "layout", ["tp1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2_sp", "pp2"))]
 )
 def test_preemption_and_prefix_sharing_change_nothing(ranks, tiny_model, layout):
     from megatron_rl.models.families import read_architecture
