@@ -65,8 +65,8 @@ class Outcome:
     last_line: str
 
 
-def tests(name: str, seconds: int, arguments: str) -> Part:
-    return Part(name, seconds, ("-m", "pytest", "-q", *shlex.split(arguments)))
+def tests(name: str, seconds: int, arguments: str, *, gpus: int = 1) -> Part:
+    return Part(name, seconds, ("-m", "pytest", "-q", *shlex.split(arguments)), gpus)
 
 
 def bench(name: str, seconds: int, arguments: str, *, gpus: int = 1, small: str = "") -> Part:
@@ -86,12 +86,14 @@ GENERATE, SAVE = "benchmarks/generation.py", "benchmarks/checkpoint_save.py"
 LAUNCH = "-m torch.distributed.run --standalone --nproc_per_node"
 # Kernel tests run compiled where there is a GPU, so whole folders are chosen, not only `-m gpu`.
 PARTS = (
-    tests("tests-one-gpu", 90, "-m gpu tests/gpu --ignore tests/gpu/test_deterministic_resume.py"),
+    tests("tests-one-gpu", 90, "-m gpu tests/gpu --ignore tests/gpu/test_deterministic_resume.py "
+          "--ignore tests/gpu/test_on_two_gpus.py"),
     tests("tests-resume", 150, "-m gpu tests/gpu/test_deterministic_resume.py"),
     tests("tests-hybrid", 45, "-m gpu tests/hybrid tests/resharding"),
     tests("tests-monitor", 90, "-m gpu tests/monitor tests/operate"),
     tests("tests-int8", 180, "tests/int8/test_int8_kernels.py"),
     tests("tests-kernels", 240, "tests/kernels tests/models/test_vocabulary_logits.py"),
+    tests("tests-two-gpus", 90, "-m gpu tests/gpu/test_on_two_gpus.py", gpus=2),
     bench("offload", 30, "benchmarks/offload.py"),
     bench("offload-memory", 200, f"benchmarks/offload_memory.py --tokenizer {MODEL}",
           small=f"benchmarks/offload_memory.py --tokenizer {MODEL} --shape tiny --steps 2 "
