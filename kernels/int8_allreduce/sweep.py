@@ -23,7 +23,7 @@ RANKS = 8
 # both run the same compiled kernel.
 CHECKED = 47 * BLOCK + 80
 # Values of a program and its warps: 16 or 32 values a thread; one warp needs no barrier.
-CUTS = ((512, 1), (1024, 1), (1024, 2), (2048, 2), (2048, 4), (4096, 4), (4096, 8))
+CUTS = ((512, 1), (1024, 1), (1024, 2), (2048, 4), (4096, 4), (4096, 8), (8192, 8))
 Result = list[torch.Tensor]
 
 
