@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--profile", action="store_true", help="kernels by device time")
     parser.add_argument(
-        "--peer", nargs="*", choices=["static", "batch", "megatron"],
+        "--peer", nargs="+", choices=["static", "batch", "megatron"],
         help="other engines in the same run: see benchmarks/generation_peers.py",
     )  # fmt: skip
     options = parser.parse_args()

@@ -113,7 +113,11 @@ PARTS = (
     bench("generation-experts", 150, f"{GENERATE} --shape 30b-a3b --batch 1 64 256"),
     bench("generation-lognormal", 75, f"{GENERATE} --shape 1b --lognormal 512"),
     bench("generation-forked", 40, f"{GENERATE} --shape 1b --forked"),
-    bench("generation-peer", 150, f"{GENERATE} --shape 1b --batch 64 --repeats 1 --peer"),
+    bench("generation-peer", 150, f"{GENERATE} --shape 1b --batch 64 --repeats 1 --peer static"),
+    bench("generation-peers", 300,
+          f"{GENERATE} --shape 1b --batch 64 --lognormal 512 --repeats 1 --peer batch megatron",
+          small=f"{GENERATE} --model {MODEL} --batch 2 --prompt 8 --new 8 --repeats 1 "
+                "--peer batch megatron"),
     bench("checkpoint", 150, f"{LAUNCH} 1 {SAVE} --hidden 1024 --layers 16 --steps 24 --every 6",
           small=f"{LAUNCH} 1 {SAVE} --hidden 64 --layers 1 --steps 4 --every 2"),
     bench("int8-link", 60, f"{LAUNCH} 2 benchmarks/int8_link.py", gpus=2),

@@ -32,7 +32,7 @@ from megatron_rl.models.inference_forward import stage_forward
 log = logging.getLogger("megatron_rl")
 # Captured numbers of sequences, and of blocks: what attention walks without a merge (512 tokens of
 # 16-token blocks), then in wide steps. A table wider than needed costs launches that end at once.
-GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 GRAPH_WIDTHS = tuple(32 * 4**k for k in range(8))
 
 
