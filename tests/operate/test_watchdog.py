@@ -110,9 +110,11 @@ def test_a_thread_that_does_not_move_looks_the_same_and_one_that_works_does_not(
 
 
 def test_a_main_thread_that_waits_for_work_does_not_hang(tmp_path):
+    # It serves for as long as somebody holds it.
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     dog = Watchdog(
-        rank=0, world_size=2, store=dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False),
-        stop=StopSignals(60.0), silence=5.0, collective_timeout=5.0, folder=tmp_path,
+        rank=0, world_size=2, store=store, stop=StopSignals(60.0), silence=5.0,
+        collective_timeout=5.0, folder=tmp_path,
     )  # fmt: skip
     dog._passed = 2.0
 
