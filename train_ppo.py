@@ -96,8 +96,8 @@ def summary(config: Config, metrics: dict[str, float]) -> str:
     lines = []
     start, end = (metrics.get(f"{when}/eval/reward_mean") for when in ("start", "end"))
     if end is not None:
-        change = f" (before: {start:.1%}, {end - start:+.1%})" if start is not None else ""
-        lines.append(f"mean reward on held-out prompts: {end:.1%}{change}")
+        change = f" (before: {start:.3f}, {end - start:+.3f})" if start is not None else ""
+        lines.append(f"mean reward on held-out prompts: {end:.3f}{change}")
     if config.monitor.tensorboard:
         lines.append(f"TensorBoard: tensorboard --logdir {config.run_dir}/tensorboard")
     if config.checkpoint.export_huggingface:
