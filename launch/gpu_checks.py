@@ -114,7 +114,7 @@ PARTS = (
     bench("generation-lognormal", 75, f"{GENERATE} --shape 1b --lognormal 512"),
     bench("generation-forked", 40, f"{GENERATE} --shape 1b --forked"),
     bench("generation-peer", 150, f"{GENERATE} --shape 1b --batch 64 --repeats 1 --peer static"),
-    bench("generation-peers", 300,
+    bench("generation-peers", 260,
           f"{GENERATE} --shape 1b --batch 64 --lognormal 512 --repeats 1 --peer batch megatron",
           small=f"{GENERATE} --model {MODEL} --batch 2 --prompt 8 --new 8 --repeats 1 "
                 "--peer batch megatron"),

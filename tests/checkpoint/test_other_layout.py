@@ -21,7 +21,7 @@ PAIRS = {
         dict(world=2, distributed_optimizer=False), dict(world=2, pp=2), "llama", "bf16"
     ),
 }  # fmt: skip
-SLOW = ("padded_heads", "one_kv_head", "vpp")
+SLOW = ("padded_heads", "one_kv_head", "vpp", "dp4_to_tp2_pp2")
 
 
 def build(spec, model, world, dtype):

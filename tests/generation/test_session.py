@@ -189,9 +189,8 @@ def by_kernels(rank, world, folder, choice, settings):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name, world", [("llama", 1), pytest.param("qwen3", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, world", [("llama", 1), ("qwen3", 2)])
 def test_the_kernels_give_what_torch_gives(ranks, tiny_model, name, world):
     """Under Triton's interpreter: every kernel of generation, eagerly and in passes of fixed size
     over their own state, as CUDA graphs have it."""

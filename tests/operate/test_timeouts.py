@@ -36,6 +36,7 @@ def timeouts_of_all_groups(rank, world, values):
         forget_groups()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_every_group_has_the_collective_timeout(ranks, tiny_model_dir, tmp_path):
     values = run_case.settings(

@@ -22,7 +22,6 @@ LAYOUTS = {
     ),
     "tp2_ep1_dp2": (4, dict(parallel__tp=2, parallel__sp=True)),
 }  # fmt: skip
-FAST = ("tp2_ep2",)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,8 @@ def one_rank(ranks, tiny_model, tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ppo_is_the_same_on_every_layout(ranks, tiny_model, tmp_path, one_rank, layout):
     world, changes = LAYOUTS[layout]
     values = run_case.settings(str(tiny_model("qwen3_moe")), tmp_path, **changes)

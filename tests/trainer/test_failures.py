@@ -48,6 +48,7 @@ def reward_file(folder: Path, body: str) -> str:
     return f"{path}:score"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_reward_that_raises_in_step_3_stops_all_ranks(tiny_model_dir, tmp_path):
     values = run_case.settings(

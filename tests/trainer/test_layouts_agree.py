@@ -18,7 +18,7 @@ LAYOUTS = {
              training__max_tokens_per_micro_batch=80),
     ),
 }  # fmt: skip
-SLOW = ("pp2_vpp2", "tp2_dp2", "tp2_pp2_budget")
+SLOW = ("pp2", "pp2_vpp2", "tp2_dp2", "tp2_pp2_budget")
 NOT_COMPARED = (
     "perf/", "throughput/", "spread/", "memory/", "mfu/", "hardware/", "value/skipped", "drift/",
 )  # fmt: skip

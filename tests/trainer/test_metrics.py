@@ -30,7 +30,9 @@ def tensorboard_events(folder: Path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", [dict(parallel__pp=2), dict(parallel__tp=2)])
+@pytest.mark.parametrize(
+    "layout", [dict(parallel__pp=2), pytest.param(dict(parallel__tp=2), marks=pytest.mark.slow)]
+)
 def test_documented_tags_are_the_logged_tags(ranks, tiny_model_dir, tmp_path, layout):
     values = run_case.settings(
         str(tiny_model_dir), tmp_path, checkpoint__save_interval=1, training__steps=2,
