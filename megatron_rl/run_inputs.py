@@ -164,7 +164,14 @@ def _check_vocabularies(config: Config, architectures: dict[str, Architecture]) 
 
 
 def _check_experts(config: Config, architectures: dict[str, Architecture]) -> None:
-    """What a mixture of experts asks of the layout."""
+    """What a mixture of experts asks of the layout, and that one is there where it is spread."""
+    ep = config.parallel.ep
+    if ep > 1 and all(arch.experts is None for arch in architectures.values()):
+        raise ConfigError(
+            f"parallel.ep={ep} does not fit the model of this run: it has no experts that could be "
+            "spread over ranks; ep that fits: [1]",
+            setting="parallel.ep",
+        )
     for role, arch in architectures.items():
         if arch.experts is None:
             continue

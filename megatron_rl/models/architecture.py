@@ -101,12 +101,14 @@ class Architecture:
                 f"parallel.pp={pp} with parallel.vpp={vpp} does not fit {name}: its {self.layers} "
                 f"layers must divide into pp × vpp equal stages; pp that fits: {fits}"
             )
-        if ep > 1 and (self.experts is None or self.experts.count % ep):
-            count = self.experts.count if self.experts else 0
-            fits = [e for e in range(1, tp + 1) if tp % e == 0 and (count or 1) % e == 0]
+        if self.experts is None:
+            ep = 1  # a dense model beside one with experts: nothing of it is spread by expert
+        elif self.experts.count % ep:
+            count = self.experts.count
+            fits = [e for e in range(1, tp + 1) if tp % e == 0 and count % e == 0]
             raise ValueError(
-                f"parallel.ep={ep} does not fit {name}: it has {count or 'no'} experts, which must "
-                f"be a multiple of ep; ep that fits: {fits if count else [1]}"
+                f"parallel.ep={ep} does not fit {name}: it has {count} experts, which must be a "
+                f"multiple of ep; ep that fits: {fits}"
             )
         if self.ffn % (tp // ep):
             fits = [t for t in (1, 2, 4, 8, 16) if self.ffn % t == 0]

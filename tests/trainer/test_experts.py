@@ -67,3 +67,16 @@ def test_replay_keeps_training_on_what_was_sampled(ranks, tiny_model, tmp_path):
         print(f"replay {replay}: mean, largest |Δ log-prob| {drift[replay]}")
     for (mean, largest), (free_mean, free_largest) in zip(drift[True], drift[False], strict=True):
         assert mean < free_mean and largest < 0.5 * free_largest
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_dense_critic_stands_beside_experts(ranks, tiny_model, tmp_path):
+    """`parallel.ep` concerns the models that have experts; the others are cut as ever."""
+    values = run_case.settings(
+        str(tiny_model("qwen3_moe")), tmp_path, parallel__tp=2, parallel__ep=2, parallel__sp=True,
+        model__critic={"path": str(tiny_model("llama"))},
+    )  # fmt: skip
+    for steps in ranks(2, run_case.run, values, 2):
+        assert all(step["value/skipped_steps"] == 0 for step in steps)
+        assert steps[-1]["experts/load_max"] > 1
