@@ -71,14 +71,13 @@ def _files(path: Path) -> list[Path]:
         found, lacks = [path] if path.is_file() else [], f"there is no file {str(path)!r}"
     if not found:
         raise ValueError(f"{lacks}; check the path")
-    _check_whole(found)
+    if found != [path]:  # a file that is named itself may be a piece
+        _check_whole(found)
     return sorted(found)
 
 
 def _check_whole(files: list[Path]) -> None:
     """Refuses some pieces of a data set that says how many it has (`…-00000-of-00002…`)."""
-    if len(files) == 1:
-        return
     for match in filter(None, (_PIECE.search(file.name) for file in files)):
         start, _, count = match.groups()
         here = sum(file.name.startswith(f"{start}-") for file in files)

@@ -172,9 +172,20 @@ def without_a_piece(folder):
     return folder / "train-*.parquet"
 
 
+def one_piece(folder):
+    write_parquet(folder / "train-00000-of-00002.parquet", random_rows(2, 1))
+    return folder
+
+
+def test_a_piece_that_is_named_may_be_used_alone(tmp_path, tokenizer):
+    one_piece(tmp_path)
+    assert len(open_prompts(tmp_path / "train-00000-of-00002.parquet", tokenizer)) == 2
+
+
 BAD = {
     "no_such_files": (lambda f: f / "train-*.parquet", ["no file is like", "check the path"]),
     "empty_folder": (lambda f: f, ["has no *.jsonl and no *.parquet"]),
+    "one_piece_of_two": (one_piece, ["1 of the 2 pieces train-…-of-00002", "fetch the others"]),
     "missing_piece": (without_a_piece, ["2 of the 3 pieces train-…-of-00003", "fetch the others"]),
     "no_file": (lambda f: f / "none.parquet", ["there is no file", "check the path"]),
     "cut_short": (cut_short, ["can't be read as Parquet", "JSONL"]),
